@@ -1,0 +1,48 @@
+"""The only module that reads `os.environ`: every variable, its type and its default.
+
+Values are read at call time, so tests may set them with `monkeypatch.setenv`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """PAGEDSERVE_CACHE_DIR: models of the catalog, converted tokenizers (default ~/.cache/pagedserve)."""
+    value = os.environ.get("PAGEDSERVE_CACHE_DIR")
+    return Path(value) if value else Path.home() / ".cache" / "pagedserve"
+
+
+def api_keys() -> tuple[str, ...]:
+    """PAGEDSERVE_API_KEY: one key or several, separated by commas; added to those of --api-key."""
+    return tuple(key for key in os.environ.get("PAGEDSERVE_API_KEY", "").split(",") if key)
+
+
+def cpu_isa() -> str | None:
+    """PAGEDSERVE_CPU_ISA: force the native kernels' instruction set (scalar, avx2, avx512, neon)."""
+    return os.environ.get("PAGEDSERVE_CPU_ISA") or None
+
+
+def native_disabled() -> bool:
+    """PAGEDSERVE_DISABLE_NATIVE=1: use the torch reference ops though the native library is there."""
+    return os.environ.get("PAGEDSERVE_DISABLE_NATIVE", "") not in ("", "0")
+
+
+def log_level() -> str:
+    """PAGEDSERVE_LOG_LEVEL: debug, info, warning or error (default info)."""
+    return os.environ.get("PAGEDSERVE_LOG_LEVEL", "info")
+
+
+def no_color() -> bool:
+    """NO_COLOR: plain log lines (https://no-color.org)."""
+    return "NO_COLOR" in os.environ
+
+
+def snapshot() -> dict[str, str]:
+    """The variables of ours that are set, for `pagedserve collect-env`; keys are never shown."""
+    shown = {name: value for name, value in sorted(os.environ.items()) if name.startswith("PAGEDSERVE_")}
+    if "PAGEDSERVE_API_KEY" in shown:
+        shown["PAGEDSERVE_API_KEY"] = "(set)"
+    return shown

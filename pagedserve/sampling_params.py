@@ -1,0 +1,230 @@
+"""SamplingParams: how tokens are drawn and when a sequence stops. Validated once, then immutable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pagedserve.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 4096
+MAX_N = 256
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_TOKEN_ID_LIST = 4096
+MAX_SEED = 2**63 - 1
+
+# Below this, temperature means greedy: dividing logits by it would overflow half precision (C029).
+GREEDY_TEMPERATURE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """Beam search (Sutskever et al. 2014), scored as transformers does: sum of logprobs / length ** length_penalty.
+
+    The length counts generated tokens only. `early_stopping`: True ends when `width` beams are finished,
+    False when no live beam can be expected to win, "never" when none can win at all.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_int(self.width) and 1 <= self.width <= 64, "beam_width must be between 1 and 64", "beam_width"
+        )
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        _require(
+            self.early_stopping in (True, False, "never"),
+            'early_stopping must be true, false or "never"',
+            "early_stopping",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw tokens for one request.
+
+    `n` choices are returned of `best_of` computed. temperature 0 is greedy; top_k 0 or -1 is off. `logprobs=k` reports
+    the k most likely tokens at each step beside the drawn one, as log-softmax of the model's raw logits
+    (before temperature, penalties and filters). Raises RequestError for a value out of range.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    # Strings as the client sent them; the input processor turns them into `bad_words_token_ids`.
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    beam: BeamParams | None = None
+
+    def __post_init__(self) -> None:
+        # Lists are what clients and JSON have; tuples are what an immutable object should hold.
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, ())
+            elif isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+            elif isinstance(value, Sequence):
+                object.__setattr__(self, name, tuple(value))
+        if isinstance(self.allowed_token_ids, list):
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        _check_counts(self)
+        _check_distribution(self)
+        _check_stopping(self)
+        _check_token_lists(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where the most likely token is taken whatever the seed."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine computes for this request."""
+        if self.beam is not None:
+            return self.beam.width
+        return self.best_of or self.n
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed (and validated again)."""
+        return replace(self, **changes)
+
+
+def _require(condition: bool, message: str, param: str) -> None:
+    if not condition:
+        raise RequestError(message, param=param)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    bracket = "(" if open_low else "["
+    _require(
+        bool(ok) and (low < value if open_low else low <= value) and value <= high,  # type: ignore[operator]
+        f"{name} must be a number in {bracket}{low:g}, {high:g}]",
+        name,
+    )
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    _require(
+        _is_int(value) and low <= value <= high, f"{name} must be an integer between {low} and {high}", name
+    )  # type: ignore[operator]
+
+
+def _check_counts(p: SamplingParams) -> None:
+    _integer("n", p.n, 1, MAX_N)
+    if p.best_of is not None:
+        _integer("best_of", p.best_of, 1, MAX_N)
+        _require(p.best_of >= p.n, f"best_of ({p.best_of}) must be at least n ({p.n})", "best_of")
+    if p.max_tokens is not None:
+        _integer("max_tokens", p.max_tokens, 0, 2**31 - 1)
+    _integer("min_tokens", p.min_tokens, 0, 2**31 - 1)
+    if p.max_tokens is not None:
+        _require(
+            p.min_tokens <= p.max_tokens,
+            f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})",
+            "min_tokens",
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(p, name) is not None:
+            _integer(name, getattr(p, name), 0, 2**31 - 1)
+    if p.beam is not None:
+        _require(p.n <= p.beam.width, f"n ({p.n}) must not exceed beam_width ({p.beam.width})", "n")
+
+
+def _check_distribution(p: SamplingParams) -> None:
+    _number("temperature", p.temperature, 0.0, 100.0)
+    _number("top_p", p.top_p, 0.0, 1.0, open_low=True)
+    _integer("top_k", p.top_k, -1, 2**63 - 1)
+    _number("min_p", p.min_p, 0.0, 1.0)
+    _number("presence_penalty", p.presence_penalty, -2.0, 2.0)
+    _number("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
+    _number("repetition_penalty", p.repetition_penalty, 0.0, 10.0, open_low=True)
+    if p.seed is not None:
+        _integer("seed", p.seed, -(2**63), MAX_SEED)
+    if p.logit_bias is not None:
+        _require(isinstance(p.logit_bias, dict), "logit_bias must map token ids to numbers", "logit_bias")
+        _require(
+            len(p.logit_bias) <= MAX_LOGIT_BIAS,
+            f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries",
+            "logit_bias",
+        )
+        for token_id, bias in p.logit_bias.items():
+            _require(
+                _is_int(token_id) and token_id >= 0,
+                f"logit_bias key {token_id!r} is not a token id",
+                "logit_bias",
+            )
+            _number("logit_bias", bias, -100.0, 100.0)
+
+
+def _check_stopping(p: SamplingParams) -> None:
+    _require(
+        isinstance(p.stop, tuple) and all(isinstance(s, str) for s in p.stop),
+        "stop must be a string or a list of strings",
+        "stop",
+    )
+    _require(all(p.stop), "stop must not hold an empty string", "stop")
+    _require(len(p.stop) <= MAX_STOP_STRINGS, f"stop may hold at most {MAX_STOP_STRINGS} strings", "stop")
+    _require(
+        all(len(s) <= MAX_STOP_LENGTH for s in p.stop),
+        f"a stop string may have at most {MAX_STOP_LENGTH} characters",
+        "stop",
+    )
+
+
+def _check_token_lists(p: SamplingParams) -> None:
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        value = getattr(p, name)
+        if value is None:
+            continue
+        _require(
+            isinstance(value, tuple) and all(_is_int(t) and t >= 0 for t in value),
+            f"{name} must be a list of token ids",
+            name,
+        )
+        # A whole vocabulary may be allowed but one token; stop ids are few.
+        limit = 2**20 if name == "allowed_token_ids" else MAX_TOKEN_ID_LIST
+        _require(len(value) <= limit, f"{name} may hold at most {limit} ids", name)
+    _require(
+        p.allowed_token_ids is None or len(p.allowed_token_ids) > 0,
+        "allowed_token_ids must not be empty",
+        "allowed_token_ids",
+    )
+    _require(
+        isinstance(p.bad_words, tuple) and all(isinstance(w, str) and w.strip() for w in p.bad_words),
+        "bad_words must be a list of non-blank strings",
+        "bad_words",
+    )
+    _require(
+        len(p.bad_words) <= MAX_BAD_WORDS, f"bad_words may hold at most {MAX_BAD_WORDS} entries", "bad_words"
+    )

@@ -1,0 +1,145 @@
+"""What crosses between the control plane and the data plane, and nothing else.
+
+Down goes one `SchedulerOutput` a step, as columns and differences: the worker keeps a row of state for each live
+sequence. Up comes one `ModelRunnerOutput`. The worker knows sequences and blocks; it knows neither groups nor policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagedserve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of one KV block over all layers, as the model and the attention backend need it."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    bytes_per_block: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What the worker found: shown to the operator before serving, and the size of both pools."""
+
+    weights_bytes: int
+    kv_bytes: int
+    num_device_blocks: int
+    num_host_blocks: int
+    spec: KVCacheSpec
+
+
+@dataclass(slots=True, kw_only=True)
+class NewSequence:
+    """Everything a worker must know of a sequence that arrives, or returns after it was released."""
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    choice_index: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockOps:
+    """Copies of whole blocks, done in this order before the forward: swap_out, copy, swap_in."""
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    copy: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) on the device
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.copy or self.swap_in)
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerOutput:
+    """The decision for one step.
+
+    The worker applies, in order: `block_ops`; `forks` (the child's row becomes a copy of the parent's: tokens, block
+    table, computed count); `released`; `appended` (tokens that the control plane chose, as in beam search); `new`;
+    then the block-table columns of the scheduled sequences, the forward, and sampling.
+
+    Scheduled sequences are columns in batch order. A row is sampled when it will have computed all tokens it has:
+    `num_computed[i] + num_scheduled[i] == len(token_ids of the row)`. `shared_logits` names children, forked in this
+    step from a parent that is scheduled in this step, that draw their first token from the parent's logits.
+    """
+
+    step_id: int
+    new: list[NewSequence] = field(default_factory=list)
+    seq_ids: list[int] = field(default_factory=list)
+    num_scheduled: list[int] = field(default_factory=list)
+    num_computed: list[int] = field(default_factory=list)
+    # Per scheduled sequence: blocks appended to its table, and (index, block) of entries that copy-on-write replaced.
+    new_block_ids: list[list[int]] = field(default_factory=list)
+    replaced_blocks: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (seq_id, logical index, block id)
+    forks: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (parent seq_id, child seq_id, choice_index)
+    shared_logits: list[tuple[int, int]] = field(default_factory=list)  # (child seq_id, parent seq_id)
+    appended: list[tuple[int, int]] = field(default_factory=list)  # (seq_id, token_id)
+    released: list[int] = field(default_factory=list)
+    block_ops: BlockOps = field(default_factory=BlockOps)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.seq_ids or self.released or self.block_ops)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the model's raw logits.
+
+    `token_ids[0]` is the token that was drawn (or, in a prompt, the token that stands there); the rest are the most
+    likely ones, best first. `rank` is the drawn token's rank in the vocabulary, 1 being the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """What a step produced, as columns over the sequences that were sampled.
+
+    For a sequence in beam search `sampled_token_ids[i]` is empty, and `candidates[i]` holds its best 2 x width next tokens
+    as (token_id, logprob), best first: the control plane decides. `errors` names sequences whose logits were not usable
+    (all NaN): they end with `finish_reason` "error" and touch no neighbour.
+    """
+
+    step_id: int
+    seq_ids: list[int] = field(default_factory=list)
+    sampled_token_ids: list[list[int]] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(
+        default_factory=list
+    )  # of the last sampled token: drives best_of and beams
+    logprobs: dict[int, list[TokenLogprobs]] = field(
+        default_factory=dict
+    )  # seq_id -> one entry a sampled token
+    # seq_id -> entries for the prompt positions that this step computed, in order; position 0 has none.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    # Seconds of the step on the device, for the cost model of preemption and for metrics.
+    forward_seconds: float = 0.0
+    swap_seconds: float = 0.0
