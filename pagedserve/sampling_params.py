@@ -34,9 +34,7 @@ class BeamParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        _require(
-            _is_int(self.width) and 1 <= self.width <= 64, "beam_width must be between 1 and 64", "beam_width"
-        )
+        _require(_is_int(self.width) and 1 <= self.width <= 64, "beam_width must be between 1 and 64", "beam_width")
         _number("length_penalty", self.length_penalty, -10.0, 10.0)
         _require(
             self.early_stopping in (True, False, "never"),
@@ -135,9 +133,7 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
-    _require(
-        _is_int(value) and low <= value <= high, f"{name} must be an integer between {low} and {high}", name
-    )  # type: ignore[operator]
+    _require(_is_int(value) and low <= value <= high, f"{name} must be an integer between {low} and {high}", name)  # type: ignore[operator]
 
 
 def _check_counts(p: SamplingParams) -> None:
@@ -225,6 +221,4 @@ def _check_token_lists(p: SamplingParams) -> None:
         "bad_words must be a list of non-blank strings",
         "bad_words",
     )
-    _require(
-        len(p.bad_words) <= MAX_BAD_WORDS, f"bad_words may hold at most {MAX_BAD_WORDS} entries", "bad_words"
-    )
+    _require(len(p.bad_words) <= MAX_BAD_WORDS, f"bad_words may hold at most {MAX_BAD_WORDS} entries", "bad_words")

@@ -85,12 +85,8 @@ class SchedulerOutput:
     num_computed: list[int] = field(default_factory=list)
     # Per scheduled sequence: blocks appended to its table, and (index, block) of entries that copy-on-write replaced.
     new_block_ids: list[list[int]] = field(default_factory=list)
-    replaced_blocks: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # (seq_id, logical index, block id)
-    forks: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # (parent seq_id, child seq_id, choice_index)
+    replaced_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (seq_id, logical index, block id)
+    forks: list[tuple[int, int, int]] = field(default_factory=list)  # (parent seq_id, child seq_id, choice_index)
     shared_logits: list[tuple[int, int]] = field(default_factory=list)  # (child seq_id, parent seq_id)
     appended: list[tuple[int, int]] = field(default_factory=list)  # (seq_id, token_id)
     released: list[int] = field(default_factory=list)
@@ -130,12 +126,8 @@ class ModelRunnerOutput:
     step_id: int
     seq_ids: list[int] = field(default_factory=list)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
-    sampled_logprobs: list[float] = field(
-        default_factory=list
-    )  # of the last sampled token: drives best_of and beams
-    logprobs: dict[int, list[TokenLogprobs]] = field(
-        default_factory=dict
-    )  # seq_id -> one entry a sampled token
+    sampled_logprobs: list[float] = field(default_factory=list)  # of the last sampled token: drives best_of and beams
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # seq_id -> one entry a sampled token
     # seq_id -> entries for the prompt positions that this step computed, in order; position 0 has none.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
