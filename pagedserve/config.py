@@ -74,8 +74,7 @@ class CacheConfig:
         _at_least("--num-device-blocks", self.num_device_blocks, 1)
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "--kv-cache-memory")
-        if self.swap_space != "auto":
-            parse_bytes(self.swap_space, "--swap-space")
+        parse_bytes(self.swap_space, "--swap-space")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,8 @@ class FinishedRequest:
     num_preemptions: int = 0
     num_wasted_tokens: int = 0
     first_scheduled_time: float | None = None
+    # Where the request failed: the class of `errors` to raise for it, and its message.
+    error_kind: str | None = None
     error: str | None = None
 
 
