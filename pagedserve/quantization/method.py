@@ -1,0 +1,93 @@
+"""The border between a linear layer and the format of its weights.
+
+A layer holds one `LinearWeight` and calls `matmul`; how the numbers are stored, packed and multiplied is
+the weight's own affair. A `QuantMethod` makes such weights, from dense tensors or from the rows of a GGUF
+file. Fused projections (qkv, gate and up) pass several matrices: their rows are stacked in that order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class LinearWeight(ABC):
+    """A matrix `[out_features, in_features]` in some storage format, ready to multiply."""
+
+    out_features: int
+    in_features: int
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes one product reads: codes, scales and zero points."""
+
+    @abstractmethod
+    def matmul(self, x: Tensor) -> Tensor:
+        """`x @ weight.T`.
+
+        Args:
+            x: [num_tokens, in_features], any float dtype.
+
+        Returns:
+            [num_tokens, out_features] in the dtype of `x`. A row's bits do not depend on its batch mates
+            where the weight says `is_batch_invariant`.
+        """
+
+    @abstractmethod
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """The dequantised rows `row_ids` (int, [num_rows]) as float32 [num_rows, in_features].
+
+        This is embedding lookup where input and output embeddings share one matrix.
+        """
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether `matmul` gives a row the same bits alone and among any number of other rows."""
+        return False
+
+    def dequantize(self) -> Tensor:
+        """The whole matrix as float32 [out_features, in_features]."""
+        return self.rows(torch.arange(self.out_features))
+
+
+class QuantMethod(ABC):
+    """Makes the `LinearWeight`s of one storage format on one device."""
+
+    name: str
+
+    @abstractmethod
+    def from_dense(self, weight: Tensor | Sequence[Tensor]) -> LinearWeight:
+        """Pack (and, for integer formats, quantise) dense weights.
+
+        Args:
+            weight: [out_features, in_features], any float dtype, or several to be stacked by rows.
+        """
+
+    @abstractmethod
+    def from_gguf(
+        self, quant_type: str | Sequence[str], rows: np.ndarray | Sequence[np.ndarray], in_features: int
+    ) -> LinearWeight:
+        """Pack the rows of a GGUF tensor, or of several to be stacked (one quant type, or one for each).
+
+        Args:
+            quant_type: GGML name, such as "Q4_1", "Q6_K", "BF16".
+            rows: uint8 [out_features, row_bytes], as they lie in the file.
+            in_features: numbers in a row.
+
+        Raises:
+            ModelLoadError: the type is unknown, or the row size does not fit `in_features`.
+        """
+
+    def for_head(self) -> QuantMethod:
+        """The method for the output head, which tolerates less than 8 bits badly; `self` by default."""
+        return self
+
+
+def as_list(parts):
+    """One matrix or several, as a list."""
+    return list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
