@@ -118,9 +118,9 @@ class TokenLogprobs:
 class ModelRunnerOutput:
     """What a step produced, as columns over the sequences that were sampled.
 
-    For a sequence in beam search `sampled_token_ids[i]` is empty, and `candidates[seq_id]` holds its best 2 x width next
-    tokens as (token_id, logprob), best first: the control plane decides. `errors` names sequences whose logits were not usable
-    (all NaN): they end with `finish_reason` "error" and touch no neighbour.
+    For a sequence in beam search `sampled_token_ids[i]` is empty, and `candidates[seq_id]` holds its best 2 x width
+    next tokens as (token_id, logprob), best first: the control plane decides. `errors` names sequences whose logits
+    were not usable (all NaN): they end with `finish_reason` "error" and touch no neighbour.
     """
 
     step_id: int
