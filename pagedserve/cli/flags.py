@@ -6,9 +6,12 @@ import argparse
 import dataclasses
 import types
 import typing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedserve.config import CacheConfig, EngineConfig, FrontConfig, ModelConfig, ParallelConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from pagedserve.engine.llm import LLM
 
 Config = TypeVar("Config")
 
@@ -81,6 +84,17 @@ def config_from_args(config: type[Config], args: argparse.Namespace) -> Config:
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
     """The whole EngineConfig from parsed flags."""
     return EngineConfig(**{name: config_from_args(config, args) for name, config in ENGINE_SLICES.items()})
+
+
+def llm_from_args(args: argparse.Namespace) -> LLM:
+    """The offline engine that the flags describe, in this process."""
+    from pagedserve.engine.llm import LLM
+
+    settings: dict[str, Any] = {}
+    for config in ENGINE_SLICES.values():
+        slice_ = config_from_args(config, args)
+        settings.update({field.name: getattr(slice_, field.name) for field in dataclasses.fields(config)})
+    return LLM(**settings)
 
 
 class _Renamed(argparse.Action):

@@ -7,7 +7,7 @@ import json
 import sys
 
 from pagedserve import log
-from pagedserve.cli.flags import ENGINE_SLICES, add_engine_flags, config_from_args
+from pagedserve.cli.flags import add_engine_flags, llm_from_args
 from pagedserve.sampling_params import SamplingParams
 
 
@@ -27,13 +27,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.sampling_seed
     )
-    settings = {}
-    for config in ENGINE_SLICES.values():
-        slice_ = config_from_args(config, args)
-        settings.update({name: getattr(slice_, name) for name in config.__dataclass_fields__})
-    from pagedserve import LLM
-
-    with LLM(**settings) as llm:
+    with llm_from_args(args) as llm:
         for output in llm.generate(prompts, params):
             choice = output.outputs[0]
             if args.json:

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 
 from pagedserve import envs
-from pagedserve.bench.statistics import parse_percentiles, print_table, summarize
-from pagedserve.bench.workload import WorkItem, add_workload_arguments, make_workload
+from pagedserve.cli.bench.statistics import parse_percentiles, print_table, summarize
+from pagedserve.cli.bench.workload import WorkItem, add_workload_arguments, make_workload
 from pagedserve.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -6,10 +6,9 @@ import argparse
 import json
 import time
 
-from pagedserve.bench.offline import make_llm
-from pagedserve.bench.statistics import print_table
-from pagedserve.bench.workload import add_workload_arguments, make_workload
-from pagedserve.cli.flags import add_engine_flags
+from pagedserve.cli.bench.statistics import print_table
+from pagedserve.cli.bench.workload import add_workload_arguments, make_workload
+from pagedserve.cli.flags import add_engine_flags, llm_from_args
 from pagedserve.sampling_params import SamplingParams
 
 
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         SamplingParams(n=args.n, temperature=1.0, ignore_eos=True, max_tokens=item.output_len, seed=index)
         for index, item in enumerate(work)
     ]
-    with make_llm(args) as llm:
+    with llm_from_args(args) as llm:
         llm.generate(work[0].prompt, SamplingParams(max_tokens=2), use_tqdm=False)
         started = time.perf_counter()
         outputs = llm.generate([item.prompt for item in work], params, use_tqdm=not args.json)

@@ -6,10 +6,9 @@ import argparse
 import json
 import time
 
-from pagedserve.bench.offline import make_llm
-from pagedserve.bench.statistics import parse_percentiles, print_table, summarize
-from pagedserve.bench.workload import add_workload_arguments, make_workload
-from pagedserve.cli.flags import add_engine_flags
+from pagedserve.cli.bench.statistics import parse_percentiles, print_table, summarize
+from pagedserve.cli.bench.workload import add_workload_arguments, make_workload
+from pagedserve.cli.flags import add_engine_flags, llm_from_args
 from pagedserve.errors import ConfigError
 from pagedserve.sampling_params import SamplingParams
 
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = []
     # A prefix cache would answer the second batch from the first.
     args.enable_prefix_caching = False
-    with make_llm(args) as llm:
+    with llm_from_args(args) as llm:
         for iteration in range(args.num_iters_warmup + args.num_iters):
             started = time.perf_counter()
             llm.generate([item.prompt for item in work], params, use_tqdm=False)

@@ -10,11 +10,64 @@ from pathlib import Path
 
 from pagedserve.errors import ConfigError
 
-_WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work night point home water room mother area money story "
-    "fact month lot right study book eye job word business issue side kind head house service friend father power"
-).split()
+_WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "student",
+    "group",
+    "country",
+    "problem",
+    "hand",
+    "part",
+    "place",
+    "case",
+    "week",
+    "company",
+    "system",
+    "program",
+    "question",
+    "work",
+    "night",
+    "point",
+    "home",
+    "water",
+    "room",
+    "mother",
+    "area",
+    "money",
+    "story",
+    "fact",
+    "month",
+    "lot",
+    "right",
+    "study",
+    "book",
+    "eye",
+    "job",
+    "word",
+    "business",
+    "issue",
+    "side",
+    "kind",
+    "head",
+    "house",
+    "service",
+    "friend",
+    "father",
+    "power",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +112,16 @@ def make_workload(args: argparse.Namespace) -> list[WorkItem]:
 
 
 def _read_dataset(path: Path, count: int, output_len: int) -> list[WorkItem]:
-    items = []
+    items: list[WorkItem] = []
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
+            for line in file:
                 if len(items) == count:
                     break
                 record = json.loads(line)
                 items.append(WorkItem(prompt=record["prompt"], output_len=int(record.get("output_len", output_len))))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        where = f"line {number}" if "number" in locals() else "the file"
-        raise ConfigError(f"--dataset-path {path}: {where} is not usable: {error!r}") from error
+        raise ConfigError(f"--dataset-path {path}: line {len(items) + 1} is not usable: {error!r}") from error
     if not items:
         raise ConfigError(f"--dataset-path {path}: no prompts in it")
     return items
