@@ -54,16 +54,14 @@ class CacheConfig:
     block_size: int = flag(16, help="tokens a KV block holds")
     gpu_memory_utilization: float = flag(
         0.9,
-        help="share of the memory left after the weights that the KV pool takes (on CPU: of free memory, at most half)",
+        help="share of the memory free after the weights that the KV pool takes (on CPU: half of that share)",
     )
     kv_cache_memory: str | None = flag(None, help="size of the KV pool instead of a share, such as 2GiB or 500MB")
     num_device_blocks: int | None = flag(None, help="size of the KV pool in blocks (tests and experiments)")
     kv_cache_dtype: str = flag(
         "auto", help="type of keys and values", choices=("auto", "float32", "bfloat16", "float16")
     )
-    swap_space: str = flag(
-        "auto", help="host pool for preempted requests, such as 4GiB; 0 for none; auto: on GPUs 4GiB"
-    )
+    swap_space: str = flag("4GiB", help="host pool for preempted requests (never larger than the KV pool); 0: none")
     enable_prefix_caching: bool = flag(True, help="share the KV blocks of equal prompt prefixes")
 
     def __post_init__(self) -> None:
