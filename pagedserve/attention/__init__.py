@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from pagedserve.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from pagedserve.errors import ConfigError
+from pagedserve.registry import Registry
 
 # In order of preference: the first whose why_not(spec) is None is taken.
-BACKENDS: dict[str, str] = {
-    "cpu": "pagedserve.attention.cpu:CpuBackend",
-    "reference": "pagedserve.attention.reference:ReferenceBackend",
-}
+BACKENDS: Registry[type[AttentionBackend]] = Registry(
+    "attention backend",
+    {
+        "cpu": "pagedserve.attention.cpu:CpuBackend",
+        "reference": "pagedserve.attention.reference:ReferenceBackend",
+    },
+)
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSpec", "backend_class", "select"]
-
-
-def backend_class(name: str) -> type[AttentionBackend]:
-    """The class registered under `name`; ConfigError names the known ones."""
-    target = BACKENDS.get(name)
-    if target is None:
-        raise ConfigError(f"unknown attention backend {name!r}; known: {', '.join(BACKENDS)}")
-    module, _, attribute = target.partition(":")
-    return getattr(import_module(module), attribute)
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSpec", "select"]
 
 
 def select(spec: AttentionSpec, forced: str | None = None) -> type[AttentionBackend]:
@@ -31,14 +24,14 @@ def select(spec: AttentionSpec, forced: str | None = None) -> type[AttentionBack
     Raises ConfigError with the reason when the forced one (or every one) cannot.
     """
     if forced is not None:
-        chosen = backend_class(forced)
+        chosen = BACKENDS.resolve(forced)
         reason = chosen.why_not(spec)
         if reason is not None:
             raise ConfigError(f"attention backend {forced!r} cannot run here: {reason}")
         return chosen
     reasons = []
     for name in BACKENDS:
-        candidate = backend_class(name)
+        candidate = BACKENDS.resolve(name)
         reason = candidate.why_not(spec)
         if reason is None:
             return candidate

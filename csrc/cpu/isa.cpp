@@ -1,0 +1,87 @@
+#include "isa.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "pagedserve.h"
+#include "status.h"
+
+namespace ps {
+namespace {
+
+struct IsaEntry {
+  Isa isa;
+  const char* name;
+  bool (*runs_here)();
+};
+
+[[maybe_unused]] bool always() { return true; }
+
+#ifdef PS_HAVE_AVX2
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+#ifdef PS_HAVE_AVX512
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+const IsaEntry kIsas[] = {  // best first
+    PS_IF_AVX512({Isa::kAvx512, "avx512", has_avx512}, )
+    PS_IF_AVX2({Isa::kAvx2, "avx2", has_avx2}, )
+    PS_IF_NEON({Isa::kNeon, "neon", always}, )
+    {Isa::kScalar, "scalar", always},
+};
+
+const IsaEntry& best_isa() {
+  for (const IsaEntry& entry : kIsas) {
+    if (entry.runs_here()) return entry;
+  }
+  return kIsas[sizeof kIsas / sizeof kIsas[0] - 1];
+}
+
+std::atomic<const IsaEntry*> g_isa{&best_isa()};
+
+}  // namespace
+
+Isa current_isa() { return g_isa.load(std::memory_order_relaxed)->isa; }
+
+}  // namespace ps
+
+extern "C" {
+
+const char* ps_isa(void) { return ps::g_isa.load()->name; }
+
+const char* ps_available_isas(void) {
+  static const struct List {
+    char text[64] = "";
+    List() {
+      for (const ps::IsaEntry& entry : ps::kIsas) {
+        if (!entry.runs_here()) continue;
+        if (text[0] != '\0') std::strcat(text, ",");
+        std::strcat(text, entry.name);
+      }
+    }
+  } list;
+  return list.text;
+}
+
+int ps_select_isa(const char* name) {
+  if (name == nullptr) {
+    ps::g_isa.store(&ps::best_isa());
+    return PS_OK;
+  }
+  for (const ps::IsaEntry& entry : ps::kIsas) {
+    if (std::strcmp(entry.name, name) != 0) continue;
+    if (!entry.runs_here()) return ps::fail(PS_UNSUPPORTED, "this CPU cannot run %s", name);
+    ps::g_isa.store(&entry);
+    return PS_OK;
+  }
+  return ps::fail(PS_UNSUPPORTED, "this library has no %s kernels (it has: %s)", name, ps_available_isas());
+}
+
+}  // extern "C"

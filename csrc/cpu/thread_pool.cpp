@@ -1,0 +1,200 @@
+#include "thread_pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+namespace ps {
+namespace {
+
+// A step is a chain of calls microseconds apart: workers stay awake that long, and no longer, because the
+// API process needs the same cores.
+constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr int kPausesPerClockRead = 32;
+
+inline void cpu_pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spins until ready() or the time is over; says which.
+template <class Ready>
+bool spin_until(const Ready& ready) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < kPausesPerClockRead; ++i) {
+      if (ready()) return true;
+      cpu_pause();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  return ready();
+}
+
+thread_local int t_thread = -1;  // this thread's number while it runs a piece
+
+class Pool {
+ public:
+  explicit Pool(int size) : size_(size) {
+    for (int i = 1; i < size; ++i) workers_.emplace_back([this, i] { work(i); });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(sleep_mutex_);
+      stop_.store(true);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int size() const { return size_; }
+
+  void run(int64_t num_items, int64_t grain, RangeFunction function, const void* context) {
+    function_ = function;
+    context_ = context;
+    num_items_ = num_items;
+    grain_ = grain;
+    next_.store(0, std::memory_order_relaxed);
+    open_.store(true);
+    generation_.fetch_add(1);
+    if (sleepers_.load() > 0) {
+      { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+      wake_.notify_all();
+    }
+    take_pieces(0);
+    open_.store(false);
+    // Only threads inside a piece are waited for; one that never came is not.
+    const auto idle = [this] { return active_.load() == 0; };
+    while (!spin_until(idle)) std::this_thread::yield();
+  }
+
+ private:
+  void take_pieces(int thread) {
+    t_thread = thread;
+    for (;;) {
+      const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
+      if (begin >= num_items_) break;
+      const int64_t end = begin + grain_ < num_items_ ? begin + grain_ : num_items_;
+      function_(context_, begin, end, thread);
+    }
+    t_thread = -1;
+  }
+
+  void work(int thread) {
+    uint64_t seen = 0;
+    for (;;) {
+      const auto news = [this, seen] { return generation_.load() != seen || stop_.load(); };
+      if (!spin_until(news)) {
+        std::unique_lock<std::mutex> lock(sleep_mutex_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, news);
+        sleepers_.fetch_sub(1);
+      }
+      if (stop_.load()) return;
+      seen = generation_.load();
+      // First announce, then look: run() closes the job before it reads active_, so either it waits for this
+      // thread or this thread finds the job closed (or the next job open, which is as good).
+      active_.fetch_add(1);
+      if (open_.load()) take_pieces(thread);
+      active_.fetch_sub(1);
+    }
+  }
+
+  const int size_;
+  std::vector<std::thread> workers_;
+  RangeFunction function_ = nullptr;
+  const void* context_ = nullptr;
+  int64_t num_items_ = 0;
+  int64_t grain_ = 1;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int> active_{0};
+  alignas(64) std::atomic<uint64_t> generation_{0};
+  std::atomic<bool> open_{false};
+  std::atomic<bool> stop_{false};
+  std::atomic<int> sleepers_{0};
+  std::mutex sleep_mutex_;
+  std::condition_variable wake_;
+};
+
+int usable_cpus() {
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+  const unsigned count = std::thread::hardware_concurrency();
+  return count > 0 ? static_cast<int>(count) : 1;
+}
+
+// Never destroyed: threads may still compute while the process exits.
+struct Shared {
+  std::mutex mutex;  // held for a whole parallel_for: callers take turns
+  Pool* pool = nullptr;
+  std::atomic<int> size{usable_cpus()};
+};
+
+alignas(Shared) unsigned char g_storage[sizeof(Shared)];
+
+// A fork copies the pool but not its threads: the child forgets it (mutex included) and makes its own.
+void after_fork_in_child() {
+  Shared* shared = reinterpret_cast<Shared*>(g_storage);
+  const int size = shared->size.load();
+  shared = new (g_storage) Shared;
+  shared->size.store(size);
+  t_thread = -1;
+}
+
+Shared& shared() {
+  static Shared* instance = [] {
+    Shared* made = new (g_storage) Shared;
+    pthread_atfork(nullptr, nullptr, after_fork_in_child);
+    return made;
+  }();
+  return *instance;
+}
+
+}  // namespace
+
+int num_threads() { return shared().size.load(); }
+
+void set_num_threads(int num_threads) {
+  Shared& state = shared();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  state.size.store(num_threads);
+  if (state.pool != nullptr && state.pool->size() != num_threads) {
+    delete state.pool;
+    state.pool = nullptr;
+  }
+}
+
+void parallel_for(int64_t num_items, int64_t grain, RangeFunction function, const void* context) {
+  if (num_items <= 0) return;
+  if (t_thread >= 0) {
+    function(context, 0, num_items, t_thread);
+    return;
+  }
+  Shared& state = shared();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  if (state.size.load() == 1 || num_items <= grain) {
+    t_thread = 0;
+    function(context, 0, num_items, 0);
+    t_thread = -1;
+    return;
+  }
+  if (state.pool == nullptr) state.pool = new Pool(state.size.load());
+  state.pool->run(num_items, grain, function, context);
+}
+
+}  // namespace ps

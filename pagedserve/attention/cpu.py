@@ -1,0 +1,66 @@
+"""Attention by csrc/cpu/attention_kernels.cpp; K lies transposed within a block."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedserve.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from pagedserve.kernels import native
+
+_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class CpuBackend(AttentionBackend):
+    """Tiled online-softmax attention on the native thread pool.
+
+    A row's numbers have the same bits alone or in a batch, however its prompt is chunked.
+    """
+
+    name = "cpu"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cpu":
+            return f"it runs on the CPU, not on {spec.device.type}"
+        if spec.dtype is not torch.float32:
+            return f"its activations are fp32, not {spec.dtype}"
+        if spec.kv_cache_dtype not in _KV_DTYPES:
+            return f"its KV cache is fp32, bf16 or fp16, not {spec.kv_cache_dtype}"
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads"
+        if spec.head_dim % 8:
+            return f"head_dim must be a multiple of 8, it is {spec.head_dim}"
+        if spec.block_size not in _BLOCK_SIZES:
+            return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, it is {spec.block_size}"
+        if not native.available():
+            return "the native CPU library is not there"
+        return None
+
+    @property
+    def layer_block_shape(self) -> tuple[int, ...]:
+        return (2, self.spec.num_kv_heads, self.spec.block_size * self.spec.head_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+        metadata: AttentionMetadata,
+        *,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        spec = self.spec
+        native.write_kv(key, value, kv_cache, metadata.slot_mapping)
+        return native.paged_attention(
+            query,
+            kv_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            spec.scale,
+            spec.sliding_window if sliding_window is None else sliding_window,
+            spec.soft_cap,
+            None,
+        )

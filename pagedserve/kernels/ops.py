@@ -1,0 +1,98 @@
+"""The ops models and backends call: one typed function each, run by csrc where it can, else by the reference.
+
+csrc takes fp32 activations on the CPU; everything else (other dtypes, other devices, no native library) runs on
+`reference`, which is also each op's definition.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from pagedserve.kernels import native, reference
+
+
+def _implementation(x: torch.Tensor) -> ModuleType:
+    return native if x.dtype is torch.float32 and x.is_cpu and native.available() else reference
+
+
+def _kv_implementation(x: torch.Tensor, kv_cache: torch.Tensor) -> ModuleType:
+    # Four dimensions: K lies transposed within a block, the layout that the native kernels read.
+    return _implementation(x) if kv_cache.dim() == 4 else reference
+
+
+def rms_norm(
+    x: torch.Tensor,  # [num_tokens, dim] or [num_tokens, num_heads, dim]
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,  # [num_tokens, dim]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
+
+    With a residual: residual += x in place, and the sum is what gets normalized. `out` may be x.
+    """
+    return _implementation(x).rms_norm(x, weight, eps, residual, out)
+
+
+def rotary_embedding(
+    positions: torch.Tensor,  # int64 [num_tokens]
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    key: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_dim]
+    cos_sin: torch.Tensor,  # [max_position, rotary_dim], cosines then sines, rotary_dim / 2 of each
+) -> None:
+    """Rotates query and key in place (arXiv 2104.09864), half against half within the first rotary_dim elements."""
+    _implementation(query).rotary_embedding(positions, query, key, cos_sin)
+
+
+def silu_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(x[:, :dim]) * x[:, dim:]. x: [num_tokens, 2 * dim] -> [num_tokens, dim]."""
+    return _implementation(x).gated_activation("silu", x, out)
+
+
+def gelu_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:
+    """gelu(x[:, :dim]) * x[:, dim:], exact or by tanh, as in torch. x: [num_tokens, 2 * dim] -> [num_tokens, dim]."""
+    kind = {"none": "gelu_erf", "tanh": "gelu_tanh"}[approximate]
+    return _implementation(x).gated_activation(kind, x, out)
+
+
+def write_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    kv_cache: torch.Tensor,  # one layer, in either layout of reference.split_kv
+    slot_mapping: torch.Tensor,  # int64 [num_tokens]
+) -> None:
+    """Stores each token's key and value in its slot (block * block_size + offset); slot -1 is skipped."""
+    _kv_implementation(key, kv_cache).write_kv(key, value, kv_cache, slot_mapping)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # one layer, in either layout of reference.split_kv
+    query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
+    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Causal attention of each row's query tokens, the last of its seq_lens tokens, over the paged context."""
+    implementation = _kv_implementation(query, kv_cache)
+    return implementation.paged_attention(
+        query, kv_cache, query_start_loc, seq_lens, block_tables, scale, sliding_window, soft_cap, out
+    )
+
+
+def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies whole blocks within a pool, in order. pool: [num_blocks, ...]; pairs: int64 [n, 2] of (src, dst)."""
+    swap_blocks(pool, pool, pairs)
+
+
+def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies whole blocks from one pool to another, in order. pools: [num_blocks, ...]; pairs: int64 [n, 2]."""
+    on_cpu = src_pool.is_cpu and dst_pool.is_cpu and native.available()
+    (native if on_cpu else reference).swap_blocks(src_pool, dst_pool, pairs)

@@ -1,0 +1,129 @@
+"""What each op means, in plain torch: any device, any float dtype. Other implementations are checked against it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., dim]
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+    residual: torch.Tensor | None,  # like x
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if residual is not None:
+        residual += x
+        x = residual
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return _into(out, (normed * weight.float()).to(x.dtype))
+
+
+def rotary_embedding(
+    positions: torch.Tensor,  # int64 [num_tokens]
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    key: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_dim]
+    cos_sin: torch.Tensor,  # [max_position, rotary_dim]
+) -> None:
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions].float().unsqueeze(1).split(half, dim=-1)  # [num_tokens, 1, half]
+    for heads in (query,) if key is None else (query, key):
+        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        heads[..., : 2 * half] = rotated.to(heads.dtype)
+
+
+def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    match kind:
+        case "silu":
+            activated = F.silu(gate)
+        case "gelu_tanh":
+            activated = F.gelu(gate, approximate="tanh")
+        case "gelu_erf":
+            activated = F.gelu(gate)
+        case _:
+            raise ValueError(f"unknown activation {kind!r}")
+    return _into(out, activated * up)
+
+
+def split_kv(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as views [num_blocks, num_kv_heads, block_size, head_dim] of a layer's cache in either layout:
+    [num_blocks, 2, num_kv_heads, block_size, head_dim], or, with K transposed within a block as the native
+    kernels want it, [num_blocks, 2, num_kv_heads, block_size * head_dim]."""
+    if kv_cache.dim() == 5:
+        return kv_cache[:, 0], kv_cache[:, 1]
+    block_size = kv_cache.shape[-1] // head_dim
+    keys = kv_cache[:, 0].unflatten(-1, (head_dim, block_size)).transpose(-1, -2)
+    return keys, kv_cache[:, 1].unflatten(-1, (block_size, head_dim))
+
+
+def write_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    kv_cache: torch.Tensor,  # one layer, either layout of split_kv
+    slot_mapping: torch.Tensor,  # int64 [num_tokens]
+) -> None:
+    keys, values = split_kv(kv_cache, key.shape[-1])
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    blocks, offsets = slots // keys.shape[2], slots % keys.shape[2]
+    keys[blocks, :, offsets] = key[kept].to(keys.dtype)
+    values[blocks, :, offsets] = value[kept].to(values.dtype)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # one layer, either layout of split_kv
+    query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
+    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    head_dim = query.shape[-1]
+    keys, values = split_kv(kv_cache, head_dim)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    starts = query_start_loc.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[row], starts[row + 1]
+        if start == end:
+            continue
+        first_position = seq_len - (end - start)
+        # Blocks behind the window may be gone: only what some query sees is read.
+        seen = 0 if sliding_window is None else max(0, first_position + 1 - sliding_window)
+        positions = torch.arange(seen, seq_len, device=query.device)
+        k = _gather(keys, block_tables[row], positions)  # [num_kv_heads, context, head_dim]
+        v = _gather(values, block_tables[row], positions)
+        q = query[start:end].float().transpose(0, 1)  # [num_heads, query_len, head_dim]
+        group = q.shape[0] // k.shape[0]
+        scores = (q * scale) @ k.repeat_interleave(group, 0).transpose(1, 2)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        distance = torch.arange(first_position, seq_len, device=query.device)[:, None] - positions
+        visible = distance >= 0
+        if sliding_window is not None:
+            visible &= distance < sliding_window
+        weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+        attended = weights @ v.repeat_interleave(group, 0)
+        out[start:end] = attended.transpose(0, 1).to(out.dtype)
+    return out
+
+
+def _gather(blocks: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    block_size = blocks.shape[2]
+    found = blocks[table[positions // block_size].long(), :, positions % block_size]
+    return found.float().transpose(0, 1)  # [num_kv_heads, context, head_dim]
+
+
+def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    for src, dst in pairs.tolist():
+        dst_pool[dst].copy_(src_pool[src])
+
+
+def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    return result if out is None else out.copy_(result)
