@@ -1,0 +1,199 @@
+// Operations of the packed-weight kernels that Vec lacks: 8-bit dot products and two-at-a-time bf16.
+//
+// Nibbles and Bytes multiply the codes of kWidth columns with one row's activations: a Step holds the unpacked
+// codes of 64 / 16 bytes a column, an Acc the running integer sums of one group of at most 32 numbers, which are
+// exact. Codes are unsigned, activations within -127 .. 127. `offset` is added once to the total.
+#pragma once
+
+#include "vec.h"
+
+namespace ps {
+namespace PS_ISA {
+
+#if defined(PS_ISA_AVX512)
+
+struct IntVec {
+  __m512i v;
+};
+PS_INLINE Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
+
+PS_INLINE void load_bf16_pairs(const uint16_t* p, Vec* first, Vec* second) {
+  const __m512i x = _mm512_loadu_si512(p);
+  first->v = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  second->v = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+PS_INLINE __m512i broadcast4(const int8_t* p) {
+  int four;
+  std::memcpy(&four, p, 4);
+  return _mm512_set1_epi32(four);
+}
+
+struct Nibbles {
+  static constexpr int kDepth = 8;  // numbers of k a step holds
+  struct Step {
+    __m512i low, high;
+  };
+  struct Acc {
+    __m512i v;
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    const __m512i x = _mm512_loadu_si512(p);
+    const __m512i mask = _mm512_set1_epi8(15);
+    return {_mm512_and_si512(x, mask), _mm512_and_si512(_mm512_srli_epi16(x, 4), mask)};
+  }
+  PS_INLINE Acc start(int offset) { return {_mm512_set1_epi32(offset)}; }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+    acc->v = _mm512_dpbusd_epi32(acc->v, step.low, broadcast4(a));
+    acc->v = _mm512_dpbusd_epi32(acc->v, step.high, broadcast4(a + 4));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int) { return {acc.v}; }
+};
+
+struct Bytes {
+  static constexpr int kDepth = 4;
+  struct Step {
+    __m512i v;
+  };
+  using Acc = Nibbles::Acc;
+  PS_INLINE Step load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+  PS_INLINE Acc start(int offset) { return Nibbles::start(offset); }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+    acc->v = _mm512_dpbusd_epi32(acc->v, step.v, broadcast4(a));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int) { return {acc.v}; }
+};
+
+#elif defined(PS_ISA_AVX2)
+
+struct IntVec {
+  __m256i v;
+};
+PS_INLINE Vec to_float(IntVec a) { return {_mm256_cvtepi32_ps(a.v)}; }
+
+PS_INLINE void load_bf16_pairs(const uint16_t* p, Vec* first, Vec* second) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  first->v = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+  second->v = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+PS_INLINE __m256i broadcast4(const int8_t* p) {
+  return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
+}
+
+// A nibble times an activation is at most 15 * 127, so maddubs sums of eight stages (two products each) keep
+// within 16 bits: 16 * 15 * 127 = 30480.
+struct Nibbles {
+  static constexpr int kDepth = 8;
+  struct Step {
+    __m256i low, high;
+  };
+  struct Acc {
+    __m256i v;
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16(x, 4), mask)};
+  }
+  PS_INLINE Acc start(int) { return {_mm256_setzero_si256()}; }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+    acc->v = _mm256_add_epi16(acc->v, _mm256_maddubs_epi16(step.low, broadcast4(a)));
+    acc->v = _mm256_add_epi16(acc->v, _mm256_maddubs_epi16(step.high, broadcast4(a + 4)));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int offset) {
+    return {_mm256_add_epi32(_mm256_madd_epi16(acc.v, _mm256_set1_epi16(1)), _mm256_set1_epi32(offset))};
+  }
+};
+
+// Whole bytes would overflow maddubs: each is split into nibbles that are summed apart.
+struct Bytes {
+  static constexpr int kDepth = 4;
+  using Step = Nibbles::Step;
+  struct Acc {
+    __m256i low, high;
+  };
+  PS_INLINE Step load(const uint8_t* p) { return Nibbles::load(p); }
+  PS_INLINE Acc start(int) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+    const __m256i x = broadcast4(a);
+    acc->low = _mm256_add_epi16(acc->low, _mm256_maddubs_epi16(step.low, x));
+    acc->high = _mm256_add_epi16(acc->high, _mm256_maddubs_epi16(step.high, x));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int offset) {
+    const __m256i low = _mm256_madd_epi16(acc.low, _mm256_set1_epi16(1));
+    const __m256i high = _mm256_madd_epi16(acc.high, _mm256_set1_epi16(16));
+    return {_mm256_add_epi32(_mm256_add_epi32(low, high), _mm256_set1_epi32(offset))};
+  }
+};
+
+#else  // NEON and scalar: kWidth is 4
+
+struct IntVec {
+  int32_t v[4];
+};
+PS_INLINE Vec to_float(IntVec a) {
+  const float x[4] = {static_cast<float>(a.v[0]), static_cast<float>(a.v[1]), static_cast<float>(a.v[2]),
+                      static_cast<float>(a.v[3])};
+  return ps::PS_ISA::load(x);
+}
+
+PS_INLINE void load_bf16_pairs(const uint16_t* p, Vec* first, Vec* second) {
+  float x[4], y[4];
+  for (int j = 0; j < 4; ++j) {
+    x[j] = to_float(bf16{p[2 * j]});
+    y[j] = to_float(bf16{p[2 * j + 1]});
+  }
+  *first = ps::PS_ISA::load(x);
+  *second = ps::PS_ISA::load(y);
+}
+
+struct Bytes {
+  static constexpr int kDepth = 4;
+  struct Step {
+    uint8_t v[16];
+  };
+  struct Acc {
+    int32_t v[4];
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    Step step;
+    std::memcpy(step.v, p, 16);
+    return step;
+  }
+  PS_INLINE Acc start(int offset) { return {{offset, offset, offset, offset}}; }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+    for (int j = 0; j < 4; ++j) {
+      const uint8_t* w = step.v + 4 * j;
+      acc->v[j] += w[0] * a[0] + w[1] * a[1] + w[2] * a[2] + w[3] * a[3];
+    }
+  }
+  PS_INLINE IntVec total(const Acc& acc, int) { return {{acc.v[0], acc.v[1], acc.v[2], acc.v[3]}}; }
+};
+
+struct Nibbles {
+  static constexpr int kDepth = 8;
+  struct Step {
+    Bytes::Step low, high;
+  };
+  using Acc = Bytes::Acc;
+  PS_INLINE Step load(const uint8_t* p) {
+    Step step;
+    for (int i = 0; i < 16; ++i) {
+      step.low.v[i] = p[i] & 15;
+      step.high.v[i] = p[i] >> 4;
+    }
+    return step;
+  }
+  PS_INLINE Acc start(int offset) { return Bytes::start(offset); }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+    Bytes::dot(acc, step.low, a);
+    Bytes::dot(acc, step.high, a + 4);
+  }
+  PS_INLINE IntVec total(const Acc& acc, int) { return {{acc.v[0], acc.v[1], acc.v[2], acc.v[3]}}; }
+};
+
+#endif
+
+}  // namespace PS_ISA
+}  // namespace ps
