@@ -9,6 +9,7 @@ ARGS   ?=
 TESTS  ?=
 
 BIN      := $(VENV)/bin
+PIP      := $(VENV)/bin/pip install --disable-pip-version-check $(if $(CI),--quiet)
 NATIVE   := CMakeLists.txt $(shell find csrc -type f)
 # An editable install follows the Python files; what is built must be built again when its sources change.
 SERVE_STAMP := $(VENV)/.installed
@@ -31,12 +32,12 @@ $(BIN)/pip:
 
 $(SERVE_STAMP): pyproject.toml $(NATIVE) | $(BIN)/pip
 	@echo "==> installing pagedserve (the first time takes a few minutes: torch is large)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@$(PIP) --editable .
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml $(NATIVE) | $(BIN)/pip
 	@echo "==> installing pagedserve with what its tests need"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@$(PIP) --editable '.[test]'
 	@touch $@ $(SERVE_STAMP)
 
 serve: $(SERVE_STAMP)
