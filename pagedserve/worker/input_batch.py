@@ -1,0 +1,61 @@
+"""The inputs of one forward, gathered from the rows by a few array operations whatever the number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedserve.step import SchedulerOutput
+from pagedserve.worker.rows import Rows
+
+
+@dataclass(slots=True, kw_only=True)
+class InputBatch:
+    """One step in batch order, as numpy columns. Sequence i owns tokens query_start_loc[i] .. [i + 1] - 1."""
+
+    rows: np.ndarray  # int64 [num_seqs]
+    num_computed: np.ndarray  # int64 [num_seqs], before this step
+    is_sampled: np.ndarray  # bool [num_seqs]: the step computes all tokens that the row has
+    token_ids: np.ndarray  # int64 [num_tokens]
+    positions: np.ndarray  # int64 [num_tokens]
+    query_start_loc: np.ndarray  # int32 [num_seqs + 1]
+    seq_lens: np.ndarray  # int32 [num_seqs], context length including this step's tokens
+    block_tables: np.ndarray  # int32 [num_seqs, max_blocks]
+    slot_mapping: np.ndarray  # int64 [num_tokens]
+    max_query_len: int
+    max_seq_len: int
+
+
+def gather(rows: Rows, output: SchedulerOutput) -> InputBatch:
+    """The inputs of the scheduled sequences (at least one). ValueError where a row lacks tokens or blocks for them."""
+    batch_rows = rows.rows_of(output.seq_ids)
+    counts = np.array(output.num_scheduled, dtype=np.int64)
+    starts = np.array(output.num_computed, dtype=np.int64)
+    ends = starts + counts
+    lengths = rows.num_tokens[batch_rows]
+    if (counts < 1).any() or (ends > lengths).any():
+        raise ValueError("a step schedules tokens that its sequence does not have")
+
+    query_start_loc = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_start_loc[1:])
+    token_rows = np.repeat(batch_rows, counts)
+    positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
+    max_seq_len = int(ends.max())
+    tables = rows.block_tables
+    num_blocks = -(-max_seq_len // tables.block_size)
+    if (tables.num_blocks[batch_rows] * tables.block_size < ends).any():
+        raise ValueError("a step schedules tokens for which its sequence has no block")
+    return InputBatch(
+        rows=batch_rows,
+        num_computed=starts,
+        is_sampled=ends == lengths,
+        token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        query_start_loc=query_start_loc.astype(np.int32),
+        seq_lens=ends.astype(np.int32),
+        block_tables=tables.gather(batch_rows, num_blocks),
+        slot_mapping=tables.slots(token_rows, positions),
+        max_query_len=int(counts.max()),
+        max_seq_len=max_seq_len,
+    )
