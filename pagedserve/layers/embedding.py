@@ -1,0 +1,63 @@
+"""Token embeddings: rows of a matrix, wherever and however it is stored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from pagedserve.quantization.method import LinearWeight
+
+
+class Embedding(ABC):
+    """Looks rows up. The result is a new tensor that the caller may write to."""
+
+    nbytes: int
+
+    @abstractmethod
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [num_tokens] -> [num_tokens, hidden] in the dtype of the activations."""
+
+
+class DenseEmbedding(Embedding):
+    """A matrix of floats. On CPUs it may be a view of the mapped file: rows are read (and cast) when asked for."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype):
+        self._weight = weight  # [vocab, hidden]
+        self._dtype = dtype
+        self.nbytes = weight.nbytes
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._weight.index_select(0, token_ids).to(self._dtype)
+
+
+class PackedEmbedding(Embedding):
+    """Rows of a GGUF file in their own format, dequantised when asked for: exact, and no copy of the matrix."""
+
+    def __init__(self, quant_type: str, rows: np.ndarray, dtype: torch.dtype):
+        # gguf takes a while to import, and only files of its kind need it.
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        self._rows = rows  # uint8 [vocab, bytes_per_row]
+        self._type = GGMLQuantizationType[quant_type]
+        self._dequantize = dequantize
+        self._dtype = dtype
+        self.nbytes = rows.nbytes
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._dequantize(self._rows[token_ids.numpy()], self._type)).to(self._dtype)
+
+
+class SharedEmbedding(Embedding):
+    """The rows of the output head, where both share one matrix and a second copy would cost device memory."""
+
+    nbytes = 0
+
+    def __init__(self, head: LinearWeight, dtype: torch.dtype):
+        self._head = head
+        self._dtype = dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._head.rows(token_ids).to(self._dtype)

@@ -1,0 +1,56 @@
+"""Loading: from files to a model that computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pagedserve.attention import AttentionBackend
+from pagedserve.gguf_file import GGUFFile
+from pagedserve.model_files import ModelFiles
+from pagedserve.models import model_class
+from pagedserve.models.sources import DummySource, GGUFSource, SafetensorsSource, WeightSource
+from pagedserve.models.weights import Weights
+from pagedserve.quantization.method import QuantMethod
+
+
+def parse_config(files: ModelFiles) -> Any:
+    """The model's own config object: its geometry, before a weight is read.
+
+    Raises ModelLoadError for an architecture or a setting that is not supported.
+    """
+    return model_class(files.config).config_class.from_hf(files.config)
+
+
+@torch.inference_mode()
+def load_model(
+    files: ModelFiles,
+    config: Any,
+    *,
+    attention: AttentionBackend,
+    quant: QuantMethod,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    dummy_seed: int | None = None,
+) -> Any:
+    """Builds the model of `files` with its weights, or with random ones where `dummy_seed` is given.
+
+    `config` comes from `parse_config`; `max_model_len` (default: the model's own) is the number of positions served.
+    Raises ModelLoadError naming the file and tensor that is missing, left over, wrongly shaped, cut short or of a type
+    that cannot be served.
+    """
+    source = _source(files) if dummy_seed is None else DummySource(dummy_seed)
+    weights = Weights(source, quant=quant, dtype=dtype, device=device)
+    model = model_class(files.config)(
+        config, weights, attention=attention, max_model_len=max_model_len or config.max_model_len, device=device
+    )
+    weights.finish()
+    return model
+
+
+def _source(files: ModelFiles) -> WeightSource:
+    if files.kind == "gguf":
+        return GGUFSource(GGUFFile(files.path))
+    return SafetensorsSource(files.weight_files)

@@ -1,0 +1,165 @@
+"""Where weights come from: safetensors files, a GGUF file, or a random generator.
+
+Tensors are views of memory-mapped files where the format allows it: nothing is read before it is used, and nothing is
+held twice.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pagedserve.errors import ModelLoadError
+from pagedserve.gguf_file import GGUFFile
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class WeightSource(ABC):
+    """Tensors under their Hugging Face names."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Every tensor there is."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether the tensor is there."""
+
+    @abstractmethod
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """The model asks for this tensor; ModelLoadError where it is missing or has another shape."""
+
+    @abstractmethod
+    def dense(self, name: str) -> torch.Tensor:
+        """The tensor as floats, in the type of the file where that is a float type. Not to be written to."""
+
+    def packed(self, name: str) -> tuple[str, np.ndarray] | None:
+        """GGML type and rows, uint8 [out_features, bytes_per_row], of a block-quantised matrix; None for floats."""
+        return None
+
+
+class FileSource(WeightSource):
+    """Weights that are in files, with names and shapes of their own."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that is there, row-major."""
+
+    @abstractmethod
+    def where(self, name: str) -> str:
+        """The file that holds the tensor (or should), for error messages."""
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        if not self.has(name):
+            raise ModelLoadError(f"tensor {name} {list(shape)} is missing in {self.where(name)}")
+        if self.shape(name) != shape:
+            found = list(self.shape(name))
+            raise ModelLoadError(
+                f"tensor {name} in {self.where(name)} has shape {found}, the config asks for {list(shape)}"
+            )
+
+
+class SafetensorsSource(FileSource):
+    """One or several safetensors files.
+
+    Raises ModelLoadError for a file that is cut short or broken, a tensor that is in two files, and integer tensors
+    (codes of a quantisation scheme).
+    """
+
+    def __init__(self, files: Sequence[Path]):
+        self._files: dict[str, Path] = {}
+        self._handles: dict[Path, Any] = {}
+        for path in files:
+            try:
+                self._handles[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise ModelLoadError(f"{path} cannot be read ({error}); if it was cut short, fetch it again") from error
+            for name in self._handles[path].keys():  # noqa: SIM118 (the handle is no dict)
+                if name in self._files:
+                    raise ModelLoadError(f"tensor {name} is in both {self._files[name].name} and {path.name}")
+                self._files[name] = path
+
+    def names(self) -> Sequence[str]:
+        return list(self._files)
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
+
+    def where(self, name: str) -> str:
+        return str(self._files[name]) if name in self._files else ", ".join(path.name for path in self._handles)
+
+    def dense(self, name: str) -> torch.Tensor:
+        tensor = self._handles[self._files[name]].get_tensor(name)
+        if tensor.dtype not in _FLOATS:
+            raise ModelLoadError(f"{self.where(name)}: tensor {name} has type {tensor.dtype}, which cannot be served")
+        return tensor
+
+
+class GGUFSource(FileSource):
+    """A GGUF file; block-quantised matrices stay packed."""
+
+    def __init__(self, file: GGUFFile):
+        self._file = file
+        self._names = set(file.tensor_names())
+
+    def names(self) -> Sequence[str]:
+        return self._file.tensor_names()
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.shape(name)
+
+    def where(self, name: str) -> str:
+        return str(self._file.path)
+
+    def dense(self, name: str) -> torch.Tensor:
+        quant, rows = self._file.quantized(name)
+        dtype = _GGUF_FLOATS.get(quant.name)
+        if dtype is None:
+            return torch.from_numpy(self._file.dequantize(name))
+        with warnings.catch_warnings():
+            # The view is read-only, and nobody writes to weights.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).view(dtype).reshape(self.shape(name))
+
+    def packed(self, name: str) -> tuple[str, np.ndarray] | None:
+        quant, rows = self._file.quantized(name)
+        return None if quant.name in _GGUF_FLOATS else (quant.name, rows)
+
+
+class DummySource(WeightSource):
+    """Random weights of whatever shape is asked for: benchmarks without a download."""
+
+    def __init__(self, seed: int):
+        self._generator = torch.Generator().manual_seed(seed)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def names(self) -> Sequence[str]:
+        return list(self._shapes)
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        self._shapes[name] = shape
+
+    def dense(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+        return torch.randn(shape, generator=self._generator) / math.sqrt(shape[-1])

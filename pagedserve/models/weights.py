@@ -1,0 +1,109 @@
+"""From the tensors of a checkpoint to layers: each tensor is used once, with the right shape, or loading fails.
+
+A model is built by asking for its layers here, so there is no moment at which a layer exists without its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pagedserve.errors import ModelLoadError
+from pagedserve.layers.embedding import DenseEmbedding, Embedding, PackedEmbedding, SharedEmbedding
+from pagedserve.layers.linear import Linear
+from pagedserve.layers.norm import RMSNorm
+from pagedserve.models.sources import WeightSource
+from pagedserve.quantization.method import LinearWeight, QuantMethod
+
+# Tensors that old exporters wrote although they follow from the config.
+_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.bias", "attn.masked_bias")
+_MAX_NAMED = 8
+
+
+class Weights:
+    """Makes layers out of a source, in the types and on the device of the run."""
+
+    def __init__(self, source: WeightSource, *, quant: QuantMethod, dtype: torch.dtype, device: torch.device):
+        self._source = source
+        self._quant = quant
+        self._dtype = dtype
+        self._device = device
+        self._taken: set[str] = set()
+        self.nbytes = 0  # of all layers made so far
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds the tensor."""
+        return self._source.has(name)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """A norm's weight or a bias, [size], in the dtype of the activations."""
+        self._take(name, (size,))
+        vector = self._source.dense(name).to(device=self._device, dtype=self._dtype, copy=True)
+        self.nbytes += vector.nbytes
+        return vector
+
+    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.vector(f"{name}.weight", size), eps)
+
+    def linear(
+        self, names: str | Sequence[str], out_features: int | Sequence[int], in_features: int, *, bias: bool
+    ) -> Linear:
+        """One projection, or several of the same input with their rows stacked in the order given."""
+        names = [names] if isinstance(names, str) else list(names)
+        sizes = [out_features] if isinstance(out_features, int) else list(out_features)
+        for name, size in zip(names, sizes, strict=True):
+            self._take(f"{name}.weight", (size, in_features))
+        weight = self._matrix([f"{name}.weight" for name in names], in_features, self._quant)
+        biases = [self.vector(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)] if bias else []
+        return Linear(weight, torch.cat(biases) if biases else None)
+
+    def embedding_and_head(
+        self, embedding: str, head: str, *, vocab_size: int, hidden_size: int, tied: bool
+    ) -> tuple[Embedding, Linear]:
+        """The token embedding and the output head, which may be one matrix.
+
+        A head that is in the file is used even where the config says tied, as transformers does; an untied head that is
+        missing is an error.
+        """
+        embedding, head = f"{embedding}.weight", f"{head}.weight"
+        self._take(embedding, (vocab_size, hidden_size))
+        shared = tied and not self._source.has(head)
+        if not shared:
+            self._take(head, (vocab_size, hidden_size))
+        head_weight = self._matrix([embedding if shared else head], hidden_size, self._quant.for_head())
+        if shared and self._device.type != "cpu":
+            return SharedEmbedding(head_weight, self._dtype), Linear(head_weight)
+        packed = self._source.packed(embedding) if self._device.type == "cpu" else None
+        lookup: Embedding
+        if packed is not None:
+            lookup = PackedEmbedding(*packed, self._dtype)
+        else:
+            lookup = DenseEmbedding(self._source.dense(embedding).to(self._device), self._dtype)
+        self.nbytes += lookup.nbytes
+        return lookup, Linear(head_weight)
+
+    def finish(self) -> None:
+        """ModelLoadError for tensors that nobody asked for: the model is not what the config says."""
+        extra = [n for n in self._source.names() if n not in self._taken and not n.endswith(_DERIVED)]
+        if extra:
+            named = ", ".join(extra[:_MAX_NAMED]) + (
+                f" and {len(extra) - _MAX_NAMED} more" if len(extra) > _MAX_NAMED else ""
+            )
+            raise ModelLoadError(f"the checkpoint holds tensors that this architecture does not have: {named}")
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self._taken:
+            raise ModelLoadError(f"tensor {name} is asked for twice")
+        self._source.expect(name, shape)
+        self._taken.add(name)
+
+    def _matrix(self, names: Sequence[str], in_features: int, quant: QuantMethod) -> LinearWeight:
+        packed = [self._source.packed(name) for name in names]
+        found = [p for p in packed if p is not None]
+        if len(found) == len(names):
+            weight = quant.from_gguf([kind for kind, _ in found], [rows for _, rows in found], in_features)
+        else:
+            weight = quant.from_dense([self._source.dense(name) for name in names])
+        self.nbytes += weight.nbytes
+        return weight

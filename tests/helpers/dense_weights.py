@@ -1,0 +1,45 @@
+"""The simplest quantization method: fp32 matrices, torch's product. What other methods are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pagedserve.quantization.method import LinearWeight, QuantMethod, as_list
+
+
+class DenseWeight(LinearWeight):
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+        self.out_features, self.in_features = weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() @ self.weight.T).to(x.dtype)
+
+    def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[row_ids]
+
+
+class DenseMethod(QuantMethod):
+    name = "dense"
+
+    def from_dense(self, weight: torch.Tensor | Sequence[torch.Tensor]) -> LinearWeight:
+        return DenseWeight(torch.cat([part.float() for part in as_list(weight)]))
+
+    def from_gguf(
+        self, quant_type: str | Sequence[str], rows: np.ndarray | Sequence[np.ndarray], in_features: int
+    ) -> LinearWeight:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kinds, parts = as_list(quant_type), [rows] if isinstance(rows, np.ndarray) else list(rows)
+        if len(kinds) == 1:
+            kinds *= len(parts)
+        dense = [dequantize(part, GGMLQuantizationType[kind]) for kind, part in zip(kinds, parts, strict=True)]
+        return DenseWeight(torch.from_numpy(np.concatenate(dense)).reshape(-1, in_features))
