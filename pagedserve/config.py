@@ -119,9 +119,12 @@ class FrontConfig:
         choices=("auto", "ignore"),
     )
     max_logprobs: int = flag(20, help="most logprobs a request may ask for")
+    health_timeout: float = flag(60.0, help="seconds a step may take before /health turns 503")
 
     def __post_init__(self) -> None:
         _at_least("--max-logprobs", self.max_logprobs, 0)
+        if not self.health_timeout > 0:
+            raise ConfigError(f"--health-timeout {self.health_timeout}: use a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

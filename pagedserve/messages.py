@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagedserve.config import EngineConfig
 from pagedserve.sequence import Request
 from pagedserve.step import MemoryPlan, TokenLogprobs
 
 # -- API -> core ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class StartCore:
+    """The first message: what to load, and how to log."""
+
+    config: EngineConfig
+    log_level: str = "info"
+    log_format: str = "text"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,5 +145,5 @@ class CallResult:
     error: str | None = None
 
 
-ToCore = AddRequest | AbortRequests | StopSequences | Call | Shutdown
+ToCore = StartCore | AddRequest | AbortRequests | StopSequences | Call | Shutdown
 FromCore = EngineCoreOutputs | Ready | StartupFailed | Progress | CallResult

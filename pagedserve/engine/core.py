@@ -1,0 +1,238 @@
+"""EngineCore: the loop's body. Decide, compute, record, send; and what happens when a step fails.
+
+The core is one class for both ways to run it: `core_client.InlineCoreClient` calls it in the caller's thread,
+`core_process` runs it in a process of its own. It speaks only in `messages`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pagedserve import errors, model_files
+from pagedserve.config import EngineConfig
+from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError
+from pagedserve.executor import EXECUTORS, Executor
+from pagedserve.log import get_logger
+from pagedserve.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineCoreOutputs,
+    FinishedRequest,
+    FromCore,
+    Progress,
+    Ready,
+    Shutdown,
+    StopSequences,
+    ToCore,
+)
+from pagedserve.scheduler.scheduler import Scheduler
+from pagedserve.sequence import Request
+from pagedserve.step import MemoryPlan, SchedulerOutput
+
+log = get_logger(__name__)
+
+# A worker that fails this often in a row will not recover; dying lets a supervisor start afresh.
+MAX_FAILED_STEPS = 5
+
+STEP_FAILED = "the model's step for this request failed; other requests go on and the server's log has the details"
+
+Send = Callable[[FromCore], None]
+
+
+class EngineCore:
+    """Scheduler and executor, and the messages between them and the outside."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, send: Send):
+        self.scheduler = scheduler
+        self._executor = executor
+        self._send = send
+        self._num_failed_steps = 0
+        # True while the front's picture of the scheduler (gauges) is older than the truth.
+        self._stats_are_stale = False
+        self.is_closing = False
+
+    @property
+    def has_work(self) -> bool:
+        """True where a step would do something, or where a state is still to be reported."""
+        return self.scheduler.has_work() or self._stats_are_stale
+
+    def handle(self, message: ToCore) -> None:
+        """Take one message in; answers go out at once, tokens with the steps."""
+        match message:
+            case AddRequest(request=request):
+                self._add(request)
+            case AbortRequests(request_ids=request_ids):
+                self._answer(self.scheduler.abort(request_ids))
+            case StopSequences(request_ids=request_ids, choice_indices=choice_indices):
+                for request_id, choice_index in zip(request_ids, choice_indices, strict=True):
+                    self._answer(self.scheduler.stop_sequence(request_id, choice_index))
+            case Call(call_id=call_id, method=method):
+                self._send(self._call(call_id, method))
+            case Shutdown():
+                self.is_closing = True
+
+    def step(self) -> bool:
+        """Schedule, compute, record, send; False where requests wait but none could run.
+
+        A step that raises costs the requests in it, and nothing else; EngineDeadError after five of them in a row.
+        """
+        if not self.scheduler.has_work():
+            self._send_stats()
+            return True
+        decision = self.scheduler.schedule()
+        try:
+            result = self._executor.submit(decision).result()
+            outputs = self.scheduler.update(decision, result)
+            self._num_failed_steps = 0
+        except Exception:
+            log.exception("step %d failed; its requests: %s", decision.step_id, self._names(decision))
+            outputs = self.scheduler.fail_step(decision, STEP_FAILED)
+            self._num_failed_steps += 1
+        outputs.stats = self.scheduler.stats()
+        self._stats_are_stale = False
+        self._send(outputs)
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed; the engine core ends")
+        return not decision.is_empty or bool(outputs.finished)
+
+    def check(self) -> None:
+        """Prove the block accounts; called when nothing else is to do. A mistake is logged with its facts."""
+        try:
+            self.scheduler.check()
+        except Exception:
+            log.exception("the KV cache's accounts do not add up; please report this")
+
+    def shutdown(self) -> None:
+        """Free the devices."""
+        self._executor.shutdown()
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.scheduler.add(request)
+        except PagedServeError as error:
+            self._send(EngineCoreOutputs(finished=[refusal(request.request_id, error)]))
+        self._stats_are_stale = True
+
+    def _answer(self, outputs: EngineCoreOutputs | None) -> None:
+        self._stats_are_stale = True
+        if outputs is not None and (outputs.request_ids or outputs.finished):
+            self._send(outputs)
+
+    def _send_stats(self) -> None:
+        self._stats_are_stale = False
+        self._send(EngineCoreOutputs(stats=self.scheduler.stats()))
+
+    def _call(self, call_id: int, method: str) -> CallResult:
+        match method:
+            case "ping":
+                return CallResult(call_id=call_id, value=True)
+            case "reset_prefix_cache":
+                self._stats_are_stale = True
+                return CallResult(call_id=call_id, value=self.scheduler.reset_prefix_cache())
+        return CallResult(call_id=call_id, error=f"the engine core knows no call {method!r}")
+
+    def _names(self, decision: SchedulerOutput) -> str:
+        return f"{len(decision.seq_ids)} sequences, {decision.num_tokens} tokens"
+
+
+def refusal(request_id: str, error: PagedServeError) -> FinishedRequest:
+    """What a client hears of a request that was not taken in."""
+    return FinishedRequest(request_id=request_id, error_kind=type(error).__name__, error=str(error))
+
+
+def error_of(finished: FinishedRequest) -> PagedServeError | None:
+    """The exception that a FinishedRequest stands for, if any."""
+    if finished.error_kind is None:
+        return None
+    message = finished.error or "the request failed"
+    if finished.error_kind == QueueFullError.__name__:
+        return QueueFullError(message, retry_after=1)
+    kind = getattr(errors, finished.error_kind, None)
+    if isinstance(kind, type) and issubclass(kind, PagedServeError):
+        return kind(message)
+    return EngineStepError(message)
+
+
+def build_core(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
+    """Load the model, size the pools, make the scheduler. `send` gets a Progress as each phase begins.
+
+    Raises ConfigError, ModelNotFoundError or ModelLoadError with one clear line.
+    """
+    clock = PhaseClock(send)
+    clock.begin("finding the model")
+    files = model_files.resolve(config.model.model, revision=config.model.revision, log=log.info)
+    executor_class = EXECUTORS.resolve(config.parallel.executor)
+    executor = executor_class(model=config.model, cache=config.cache, scheduler=config.scheduler, files=files)
+    executor.load(clock.begin)
+    clock.begin("sizing the KV cache")
+    plan = executor.plan_memory()
+    max_model_len = _fitting_length(executor.max_model_len, plan)
+    executor.allocate(plan)
+    scheduler = Scheduler(
+        config.scheduler,
+        config.cache,
+        num_device_blocks=plan.num_device_blocks,
+        num_host_blocks=plan.num_host_blocks,
+        max_model_len=max_model_len,
+        bytes_per_block=plan.spec.bytes_per_block,
+    )
+    clock.end()
+    log.info("%s", describe_plan(plan, max_model_len))
+    core = EngineCore(scheduler, executor, send)
+    return core, Ready(plan=plan, max_model_len=max_model_len, phases=clock.seconds)
+
+
+def describe_plan(plan: MemoryPlan, max_model_len: int) -> str:
+    """The operator's line: weights, KV pool, blocks, full-length requests."""
+    num_tokens = plan.num_device_blocks * plan.spec.block_size
+    line = (
+        f"plan: weights {_gib(plan.weights_bytes)}, KV pool {_gib(plan.kv_bytes)} = {plan.num_device_blocks} blocks of "
+        f"{plan.spec.block_size} tokens ({num_tokens} tokens), {num_tokens / max_model_len:.1f} requests of "
+        f"{max_model_len} tokens at once"
+    )
+    return line + (f"; host pool {plan.num_host_blocks} blocks" if plan.num_host_blocks else "")
+
+
+class PhaseClock:
+    """Start-up phases with their seconds: progress for whoever waits, numbers for the log."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._phase: str | None = None
+        self._began = 0.0
+        self.seconds: dict[str, float] = {}
+
+    def begin(self, phase: str) -> None:
+        """A phase begins, and the one before it ends."""
+        self.end()
+        self._phase, self._began = phase, time.monotonic()
+        self._send(Progress(phase=phase))
+
+    def end(self) -> None:
+        """The last phase ends."""
+        if self._phase is not None:
+            took = time.monotonic() - self._began
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + took
+            log.info("%s took %.2f s", self._phase, took)
+        self._phase = None
+
+
+def _fitting_length(max_model_len: int, plan: MemoryPlan) -> int:
+    num_tokens = plan.num_device_blocks * plan.spec.block_size
+    if num_tokens >= max_model_len:
+        return max_model_len
+    log.warning(
+        "the KV pool holds %d tokens, fewer than the model's %d: requests are limited to %d tokens "
+        "(raise --gpu-memory-utilization or --kv-cache-memory for longer ones)",
+        num_tokens,
+        max_model_len,
+        num_tokens,
+    )
+    return num_tokens
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

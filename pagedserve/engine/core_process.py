@@ -1,0 +1,184 @@
+"""The core in a process of its own: `python -m pagedserve.engine.core_process FD`, with one inherited socket.
+
+Two threads. The main one steps and sends; the reader takes messages off the channel the moment they come, so it also
+sees at once when the parent is gone (end of file), even in the middle of a step that hangs. Nothing of this process
+outlives its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import typing
+
+from pagedserve import log as log_module
+from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, ChannelFormatError, Codec
+from pagedserve.engine.core import EngineCore, build_core
+from pagedserve.errors import ConfigError, EngineDeadError, ModelLoadError, ModelNotFoundError
+from pagedserve.log import get_logger
+from pagedserve.messages import FromCore, StartCore, StartupFailed, ToCore
+
+log = get_logger(__name__)
+
+TO_CORE: tuple[type, ...] = typing.get_args(ToCore)
+FROM_CORE: tuple[type, ...] = typing.get_args(FromCore)
+
+# Heavy and sure to be needed: imported while the parent still looks for the model's files.
+PRELOAD = "pagedserve.worker.worker"
+
+# What a step may still take when the parent is gone, before the process ends anyway.
+GRACE_SECONDS = 2.0
+# Idle for this long, the core proves its block accounts.
+IDLE_CHECK_SECONDS = 1.0
+# A step that had nothing to run although requests wait: give messages this long before trying again.
+STALLED_WAIT_SECONDS = 0.005
+
+
+def spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the core with its end of the channel; the caller then sends a StartCore over the other end."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pagedserve.engine.core_process", str(sock.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[sock.fileno()],
+    )
+
+
+def serve(channel: BlockingChannel) -> int:
+    """Wait for StartCore, build the core, loop until Shutdown or the parent's end. The exit code of the process."""
+    inbox = Inbox(channel)
+    inbox.start()
+    _preload()
+    start = inbox.wait()[0]
+    if not isinstance(start, StartCore):
+        raise ChannelFormatError(f"the first message must be StartCore, not {type(start).__name__}")
+    log_module.configure(process="core", level=start.log_level, fmt=start.log_format)
+    try:
+        core, ready = build_core(start.config, channel.send)
+    except ChannelClosedError:
+        return 0
+    except (ConfigError, ModelNotFoundError, ModelLoadError) as error:
+        return _refuse(channel, type(error).__name__, str(error))
+    except Exception as error:
+        log.exception("the engine core could not start")
+        return _refuse(channel, EngineDeadError.__name__, f"the engine core could not start: {_one_line(error)}")
+    channel.send(ready)
+    try:
+        run(core, inbox)
+    except ChannelClosedError:
+        return 0
+    except Exception:
+        log.exception("the engine core ends")
+        return 1
+    finally:
+        core.shutdown()
+    return 0
+
+
+def run(core: EngineCore, inbox: Inbox) -> None:
+    """Messages between steps, steps while there is work, sleep while there is none."""
+    checked = True
+    pause: float | None = None
+    while not core.is_closing:
+        if pause is not None:
+            messages, pause = inbox.wait(pause), None
+        elif core.has_work:
+            messages = inbox.take()
+        else:
+            messages = inbox.wait(None if checked else IDLE_CHECK_SECONDS)
+            if not messages:
+                core.check()
+                checked = True
+                continue
+        for message in messages:
+            core.handle(message)
+        if core.has_work and not core.is_closing:
+            checked = False
+            if not core.step():
+                pause = STALLED_WAIT_SECONDS
+
+
+class Inbox:
+    """Messages of the channel in the order they came, read by a thread of its own."""
+
+    def __init__(self, channel: BlockingChannel):
+        self._channel = channel
+        self._queue: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._read, name="inbox", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def take(self) -> list[ToCore]:
+        """What has come, without waiting."""
+        messages: list[ToCore] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(self._checked(self._queue.get_nowait()))
+        return messages
+
+    def wait(self, timeout: float | None = None) -> list[ToCore]:
+        """What has come, waiting for the first; empty after `timeout` seconds."""
+        try:
+            first = self._checked(self._queue.get(timeout=timeout))
+        except queue.Empty:
+            return []
+        return [first, *self.take()]
+
+    def _checked(self, message: ToCore | None) -> ToCore:
+        if message is None:
+            raise ChannelClosedError("the API process is gone")
+        return message
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._queue.put(self._channel.receive())
+        except ChannelClosedError:
+            pass
+        except ChannelFormatError:
+            log.exception("the API process sent a message that cannot be read")
+        self._queue.put(None)
+        # The loop ends by itself between two steps; a step that hangs, or a model that still loads, must not hold us.
+        threading.Event().wait(GRACE_SECONDS)
+        os._exit(1)
+
+
+def _refuse(channel: BlockingChannel, kind: str, message: str) -> int:
+    with contextlib.suppress(ChannelClosedError):
+        channel.send(StartupFailed(kind=kind, message=message))
+    return 2
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _preload() -> None:
+    # Whatever is wrong with the import is told when the model is loaded.
+    began = time.monotonic()
+    with contextlib.suppress(Exception):
+        __import__(PRELOAD)
+    log.info("importing the worker took %.2f s", time.monotonic() - began)
+
+
+def main() -> int:
+    """The entry point: one argument, the number of the inherited socket."""
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; draining is the parent's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log_module.configure(process="core")
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    return serve(BlockingChannel(sock, Codec(sends=FROM_CORE, receives=TO_CORE)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

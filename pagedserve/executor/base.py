@@ -1,0 +1,51 @@
+"""The face of all executors: how one step's decision reaches the workers and its result comes back.
+
+An executor knows transport and devices. It knows neither requests nor policy, and it never looks into the
+`SchedulerOutput` that it carries.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from pagedserve.step import MemoryPlan, ModelRunnerOutput, SchedulerOutput
+
+# Called with the name of a start-up phase as it begins.
+Progress = Callable[[str], None]
+
+
+class PendingStep(Protocol):
+    """A step that was submitted: `result()` waits for it and raises what it raised."""
+
+    def result(self) -> ModelRunnerOutput: ...
+
+
+class Executor(ABC):
+    """Workers behind one face. Called in this order: load, plan_memory, allocate, then submit once a step."""
+
+    @abstractmethod
+    def load(self, progress: Progress) -> None:
+        """Make the workers and load the weights; raises ModelLoadError or ConfigError with one clear line."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens that the loaded model (and --max-model-len) permits."""
+
+    @abstractmethod
+    def plan_memory(self) -> MemoryPlan:
+        """What fits: sizes of the weights and of both pools, for the smallest of the workers."""
+
+    @abstractmethod
+    def allocate(self, plan: MemoryPlan) -> None:
+        """Make the KV pools of that size on every worker, and whatever must be warm before the first step."""
+
+    @abstractmethod
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        """Start one step; steps run in the order in which they were submitted."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Free what the workers hold; safe to call twice."""
