@@ -13,13 +13,15 @@ from tests.helpers.byte_tokenizer import write_tokenizer
 
 UNKNOWN, NORMAL, CONTROL, USER_DEFINED, BYTE = 2, 1, 3, 4, 6
 SPM_CHAT = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
     "{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-_SPM_WORDS = (
+_SPM_TEXT = (
     "▁hello ▁world ▁the ▁a ▁an ▁and ▁say hel lo ell he wo rld or ld ▁w ▁t ▁▁ ▁▁▁▁ ▁! ▁S Say in ing ▁in st INST "
     "th er on re ▁to ▁I ▁is"
-).split()
+)
+_SPM_WORDS = _SPM_TEXT.split()
 
 
 @dataclass(frozen=True)
