@@ -76,9 +76,14 @@ class Pool {
     }
     take_pieces(0);
     open_.store(false);
-    // Only threads inside a piece are waited for; one that never came is not.
+    // Only threads inside a piece are waited for; one that never came is not. The wait ends in sleep: a CPU that
+    // goes idle pulls the held-back thread over, a CPU that spins keeps it waiting.
     const auto idle = [this] { return active_.load() == 0; };
-    while (!spin_until(idle)) std::this_thread::yield();
+    if (spin_until(idle)) return;
+    std::unique_lock<std::mutex> lock(sleep_mutex_);
+    caller_sleeps_.store(true);
+    done_.wait(lock, idle);
+    caller_sleeps_.store(false);
   }
 
  private:
@@ -109,7 +114,10 @@ class Pool {
       // thread or this thread finds the job closed (or the next job open, which is as good).
       active_.fetch_add(1);
       if (open_.load()) take_pieces(thread);
-      active_.fetch_sub(1);
+      if (active_.fetch_sub(1) == 1 && caller_sleeps_.load()) {
+        { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+        done_.notify_one();
+      }
     }
   }
 
@@ -127,6 +135,8 @@ class Pool {
   std::atomic<int> sleepers_{0};
   std::mutex sleep_mutex_;
   std::condition_variable wake_;
+  std::atomic<bool> caller_sleeps_{false};
+  std::condition_variable done_;
 };
 
 int usable_cpus() {

@@ -181,16 +181,22 @@ def set_num_threads(count: int) -> None:
 
 
 def _rows(tensor: torch.Tensor, name: str, num_dims: int) -> None:
-    """An fp32 CPU tensor whose last dimensions (all but the first) are contiguous."""
+    """An fp32 CPU tensor, contiguous but for the stride of its first dimension (where it has two or more)."""
     if tensor.dtype is not torch.float32 or not tensor.is_cpu:
         raise TypeError(f"{name} must be fp32 on the CPU, it is {tensor.dtype} on {tensor.device}")
     if tensor.dim() != num_dims:
         raise ValueError(f"{name} must have {num_dims} dimensions, its shape is {tuple(tensor.shape)}")
+    if tensor.is_contiguous():
+        return
     expected = 1
     for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
         if stride != expected and size != 1:
-            raise ValueError(f"{name} must be contiguous but for its first dimension: strides {tensor.stride()}")
+            break
         expected *= size
+    else:
+        if num_dims > 1:
+            return
+    raise ValueError(f"{name} must be contiguous but for its first dimension: strides {tensor.stride()}")
 
 
 def _ints(tensor: torch.Tensor, name: str, dtype: torch.dtype, num_dims: int) -> None:
@@ -208,13 +214,12 @@ def _same(found: tuple[int, ...], wanted: tuple[int, ...], name: str) -> None:
 @lru_cache(maxsize=1024)
 def _kv_cache(
     data: int, block_stride: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: int
-) -> tuple[_KVCache, int]:
-    struct = _KVCache(data, block_stride, num_blocks, num_kv_heads, head_dim, block_size, dtype)
-    return struct, ctypes.addressof(struct)
+) -> _KVCache:
+    return _KVCache(data, block_stride, num_blocks, num_kv_heads, head_dim, block_size, dtype)
 
 
-def _kv_pointer(kv_cache: torch.Tensor, head_dim: int) -> tuple[int, int]:
-    """Checks a layer's view [num_blocks, 2, num_kv_heads, block_size * head_dim]; its struct and num_kv_heads."""
+def _kv_struct(kv_cache: torch.Tensor, head_dim: int) -> _KVCache:
+    """The C description of a layer's view [num_blocks, 2, num_kv_heads, block_size * head_dim]."""
     dtype = _KV_DTYPES.get(kv_cache.dtype)
     if dtype is None or not kv_cache.is_cpu:
         raise TypeError(f"kv_cache must be fp32, bf16 or fp16 on the CPU, it is {kv_cache.dtype}")
@@ -227,10 +232,9 @@ def _kv_pointer(kv_cache: torch.Tensor, head_dim: int) -> tuple[int, int]:
     block_stride = kv_cache.stride(0)
     if kv_cache.stride()[1:] != (num_kv_heads * head_size, head_size, 1):
         raise ValueError(f"kv_cache must be contiguous within a block: strides {kv_cache.stride()}")
-    _, address = _kv_cache(
+    return _kv_cache(
         kv_cache.data_ptr(), block_stride, num_blocks, num_kv_heads, head_dim, head_size // head_dim, dtype
     )
-    return address, num_kv_heads
 
 
 # ---- the ops ------------------------------------------------------------------------------------------------
@@ -318,12 +322,12 @@ def write_kv(
     _rows(value, "value", 3)
     _ints(slot_mapping, "slot_mapping", torch.int64, 1)
     num_tokens, _, head_dim = key.shape
-    address, num_kv_heads = _kv_pointer(kv_cache, head_dim)
-    _same(key.shape, (num_tokens, num_kv_heads, head_dim), "key")
-    _same(value.shape, (num_tokens, num_kv_heads, head_dim), "value")
+    struct = _kv_struct(kv_cache, head_dim)
+    _same(key.shape, (num_tokens, struct.num_kv_heads, head_dim), "key")
+    _same(value.shape, (num_tokens, struct.num_kv_heads, head_dim), "value")
     _same(slot_mapping.shape, (num_tokens,), "slot_mapping")
     call(
-        "ps_write_kv", address, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        "ps_write_kv", ctypes.byref(struct), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
         slot_mapping.data_ptr(), num_tokens,
     )  # fmt: skip
 
@@ -353,13 +357,13 @@ def paged_attention(
         out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
     _rows(out, "out", 3)
     _same(out.shape, tuple(query.shape), "out")
-    address, _ = _kv_pointer(kv_cache, head_dim)
+    struct = _kv_struct(kv_cache, head_dim)
     rows = _AttentionRows(
         query_start_loc.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), num_seqs
     )
     call(
-        "ps_paged_attention", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads, address,
-        ctypes.addressof(rows), scale, sliding_window or 0, soft_cap or 0.0,
+        "ps_paged_attention", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads,
+        ctypes.byref(struct), ctypes.byref(rows), scale, sliding_window or 0, soft_cap or 0.0,
     )  # fmt: skip
     return out
 

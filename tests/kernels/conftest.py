@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+import pytest
+
+from pagedserve.kernels import native
+
+IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+ISAS = ("scalar", "neon") if IS_ARM else ("scalar", "avx2", "avx512")
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once per instruction set that this machine can run."""
+    if not native.available():
+        pytest.skip("the native library is not built in this environment")
+    if request.param not in native.available_isas():
+        pytest.skip(f"this CPU or this build cannot run {request.param} kernels")
+    native.select_isa(request.param)
+    yield request.param
+    native.select_isa(None)
+
+
+@pytest.fixture(params=[1, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    if not native.available():
+        pytest.skip("the native library is not built in this environment")
+    before = native.num_threads()
+    native.set_num_threads(request.param)
+    yield request.param
+    native.set_num_threads(before)

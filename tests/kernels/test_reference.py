@@ -1,0 +1,125 @@
+"""The definitions themselves, against torch's own functions in fp64 and against closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from pagedserve.kernels import reference
+from tests.helpers.paged_batch import PagedBatch, make_paged_batch
+
+
+def oracle(batch: PagedBatch, scale: float, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+    """scaled_dot_product_attention in fp64 over contiguous keys and values."""
+    parts = []
+    starts = batch.query_start_loc.tolist()
+    for row, (key, value) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        q = batch.query[starts[row] : starts[row + 1]].double().transpose(0, 1)
+        k, v = key.double().transpose(0, 1), value.double().transpose(0, 1)
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        seq_len, query_len = k.shape[1], q.shape[1]
+        at = torch.arange(seq_len - query_len, seq_len)[:, None]
+        seen = torch.arange(seq_len) <= at
+        if window is not None:
+            seen &= torch.arange(seq_len) > at - window
+        if soft_cap is None:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        else:
+            scores = soft_cap * torch.tanh(q @ k.transpose(1, 2) * scale / soft_cap)
+            attended = torch.softmax(scores.masked_fill(~seen, -math.inf), -1) @ v
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 64])
+@pytest.mark.parametrize("heads", [(2, 2, 16), (9, 3, 64), (4, 1, 33)], ids=str)
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (None, 2.0), (20, 2.0)])
+def test_paged_attention_equals_sdpa(
+    heads: tuple[int, int, int],
+    block_size: int,
+    kv_dtype: torch.dtype,
+    transposed: bool,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    batch = make_paged_batch(
+        [1, 17, 40, 65],
+        [1, 17, 1, 9],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+        transposed=transposed,
+    )
+    arguments = (batch.query, batch.kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables)
+    out = reference.paged_attention(*arguments, 0.2, window, soft_cap, None)
+    assert_close(out.double(), oracle(batch, 0.2, window, soft_cap), atol=3e-6, rtol=1e-5)
+
+
+def test_paged_attention_reads_16_bit_queries() -> None:
+    batch = make_paged_batch([9, 30], [9, 1], kv_dtype=torch.bfloat16, transposed=False)
+    batch.query = batch.query.bfloat16()
+    out = reference.paged_attention(
+        batch.query, batch.kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, 0.25, None, None, None
+    )
+    assert out.dtype is torch.bfloat16
+    assert_close(out.double(), oracle(batch, 0.25), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_write_kv_puts_each_token_in_its_slot(transposed: bool) -> None:
+    inner = (12,) if transposed else (4, 3)
+    kv_cache = torch.zeros(5, 2, 2, *inner)
+    key, value = torch.randn(3, 2, 3), torch.randn(3, 2, 3)
+    reference.write_kv(key, value, kv_cache, torch.tensor([9, -1, 4]))
+    keys, values = reference.split_kv(kv_cache, 3)
+    for token, block, offset in ((0, 2, 1), (2, 1, 0)):
+        assert torch.equal(keys[block, :, offset], key[token])
+        assert torch.equal(values[block, :, offset], value[token])
+    assert kv_cache.count_nonzero() == 2 * 2 * 2 * 3  # two tokens, nothing else
+
+
+def test_rms_norm_equals_torch() -> None:
+    x, weight, residual = torch.randn(4, 6), torch.randn(6), torch.randn(4, 6)
+    assert_close(reference.rms_norm(x, weight, 1e-5, None, None), F.rms_norm(x, (6,), weight, 1e-5))
+    total = x + residual
+    assert_close(reference.rms_norm(x, weight, 1e-5, residual, None), F.rms_norm(total, (6,), weight, 1e-5))
+    assert torch.equal(residual, total)
+
+
+def test_rotary_embedding_is_a_rotation_in_the_complex_plane() -> None:
+    positions = torch.tensor([3, 0, 7])
+    angles = torch.outer(torch.arange(8.0), torch.tensor([1.0, 0.1]))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    query = torch.randn(3, 2, 6)  # the last two of six elements are not rotated
+    pairs = torch.complex(query[..., 0:2], query[..., 2:4])
+    turned = pairs * torch.exp(1j * angles[positions])[:, None]
+    wanted = torch.cat((turned.real, turned.imag, query[..., 4:]), dim=-1)
+    reference.rotary_embedding(positions, query, None, cos_sin)
+    assert_close(query, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_activations(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 10).to(dtype)
+    gate, up = x[:, :5], x[:, 5:]
+    assert torch.equal(reference.gated_activation("silu", x, None), F.silu(gate) * up)
+    assert torch.equal(reference.gated_activation("gelu_erf", x, None), F.gelu(gate) * up)
+    assert torch.equal(reference.gated_activation("gelu_tanh", x, None), F.gelu(gate, approximate="tanh") * up)
+    with pytest.raises(ValueError, match="relu"):
+        reference.gated_activation("relu", x, None)
+
+
+def test_swap_blocks_copies_in_order() -> None:
+    pool = torch.arange(8.0).view(4, 2)
+    reference.swap_blocks(pool, pool, torch.tensor([[0, 1], [1, 2]]))
+    assert torch.equal(pool, torch.tensor([[0.0, 1], [0, 1], [0, 1], [6, 7]]))
