@@ -60,10 +60,12 @@ def resolve(
 ) -> ModelFiles:
     """Find `model`: a folder, a .gguf file, a catalog name or a hub id, tried in this order.
 
-    Raises ModelNotFoundError (nothing there; the message says what was tried) or ModelLoadError (broken files).
+    With `require_weights=False` (dummy weights, a tokenizer from elsewhere) missing weights are no error, and a folder
+    of tokenizer files will do. Raises ModelNotFoundError (nothing there; the message says what was tried) or
+    ModelLoadError (broken files).
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return _from_folder(path, path.resolve().name, require_weights)
     if path.is_file():
         return _from_gguf(path, path.stem)
@@ -98,13 +100,14 @@ def _from_folder(folder: Path, name: str, require_weights: bool) -> ModelFiles:
             raise ModelNotFoundError(
                 f"{folder} holds several GGUF files; give one of them: {', '.join(g.name for g in ggufs)}"
             )
-        raise ModelNotFoundError(f"{folder} is not a model: it has neither config.json nor a .gguf file")
-    generation_config = folder / "generation_config.json"
+        if require_weights or not _tokenizer_files(folder):
+            raise ModelNotFoundError(f"{folder} is not a model: it has neither config.json nor a .gguf file")
+    config, generation_config = folder / "config.json", folder / "generation_config.json"
     return ModelFiles(
         kind="safetensors",
         path=folder,
         name=name,
-        config=read_json_object(folder / "config.json"),
+        config=read_json_object(config) if config.is_file() else {},
         generation_config=read_json_object(generation_config) if generation_config.is_file() else {},
         weight_files=_weight_files(folder, require_weights),
         tokenizer_files=_tokenizer_files(folder),
