@@ -1,0 +1,129 @@
+"""Every backend over several steps of several rows, against attention over the whole sequences at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from pagedserve.attention import BACKENDS, AttentionBackend, AttentionSpec
+
+NUM_BLOCKS, NUM_LAYERS = 40, 3
+# Each step: how many tokens of each of three rows; prefill, chunks, decode and rows that pause, mixed.
+STEPS = [(5, 20, 0), (1, 7, 33), (1, 0, 1), (1, 1, 1), (30, 1, 2)]
+LENGTHS = [sum(step[row] for step in STEPS) for row in range(3)]
+
+
+def make_backend(name: str, **changes: object) -> AttentionBackend:
+    spec = AttentionSpec(
+        **{
+            "num_heads": 6,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "block_size": 8,
+            "dtype": torch.float32,
+            "kv_cache_dtype": torch.float32,
+            "device": torch.device("cpu"),
+            "scale": 0.25,
+        }
+        | changes
+    )
+    backend = BACKENDS.resolve(name)
+    reason = backend.why_not(spec)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return backend(spec)
+
+
+def run_steps(backend: AttentionBackend, q, k, v, layer: int, window: int | None = None) -> list[torch.Tensor]:
+    """Feeds the rows' tokens step by step through one layer of a poisoned pool; outputs per row, in order."""
+    spec = backend.spec
+    pool = torch.full((NUM_BLOCKS, NUM_LAYERS, *backend.layer_block_shape), float("nan"), dtype=spec.kv_cache_dtype)
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).int()
+    per_row = NUM_BLOCKS // 3
+    tables = torch.stack([order[row * per_row : (row + 1) * per_row] for row in range(3)])
+    done = [0, 0, 0]
+    outputs: list[list[torch.Tensor]] = [[], [], []]
+    for step in STEPS:
+        rows = [row for row in range(3) if step[row]]
+        spans = [slice(done[row], done[row] + step[row]) for row in rows]
+        slots = []
+        for row, span in zip(rows, spans, strict=True):
+            positions = torch.arange(span.start, span.stop)
+            slots.append(tables[row][positions // spec.block_size] * spec.block_size + positions % spec.block_size)
+            done[row] = span.stop
+        counts = [step[row] for row in rows]
+        metadata = backend.build_metadata(
+            query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
+            seq_lens=torch.tensor([done[row] for row in rows], dtype=torch.int32),
+            block_tables=tables[rows].contiguous(),
+            slot_mapping=torch.cat(slots).long(),
+            max_query_len=max(counts),
+            max_seq_len=max(done[row] for row in rows),
+        )
+        gathered = [torch.cat([x[row][span] for row, span in zip(rows, spans, strict=True)]) for x in (q, k, v)]
+        out = backend.forward(*gathered, pool[:, layer], metadata, sliding_window=window)
+        for row, part in zip(rows, out.split(counts), strict=True):
+            outputs[row].append(part)
+    untouched = [other for other in range(NUM_LAYERS) if other != layer]
+    assert pool[:, untouched].isnan().all()
+    return [torch.cat(parts) for parts in outputs]
+
+
+def rows_of_random_tokens(num_heads: int, head_dim: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_heads)
+    return [torch.randn(length, num_heads, head_dim, generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_steps_equal_the_whole_sequence_at_once(name: str, block_size: int, window: int | None) -> None:
+    backend = make_backend(name, block_size=block_size, sliding_window=window)
+    q, k, v = rows_of_random_tokens(6, 16), rows_of_random_tokens(2, 16), rows_of_random_tokens(2, 16)
+    for row, out in enumerate(run_steps(backend, q, k, v, layer=1)):
+        positions = torch.arange(LENGTHS[row])
+        seen = positions <= positions[:, None]
+        if window is not None:
+            seen &= positions > positions[:, None] - window
+        wanted = F.scaled_dot_product_attention(
+            q[row].double().transpose(0, 1),
+            k[row].double().transpose(0, 1).repeat_interleave(3, 0),
+            v[row].double().transpose(0, 1).repeat_interleave(3, 0),
+            attn_mask=seen,
+            scale=0.25,
+        ).transpose(0, 1)
+        assert_close(out.double(), wanted, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_cpu_equals_reference(kv_cache_dtype: torch.dtype, soft_cap: float | None) -> None:
+    q, k, v = rows_of_random_tokens(6, 16), rows_of_random_tokens(2, 16), rows_of_random_tokens(2, 16)
+    results = [
+        run_steps(make_backend(name, kv_cache_dtype=kv_cache_dtype, soft_cap=soft_cap), q, k, v, 0)
+        for name in ("cpu", "reference")
+    ]
+    for ours, wanted in zip(*results, strict=True):
+        assert_close(ours, wanted, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_layer_may_have_its_own_window(name: str) -> None:
+    q, k, v = rows_of_random_tokens(6, 16), rows_of_random_tokens(2, 16), rows_of_random_tokens(2, 16)
+    own = run_steps(make_backend(name), q, k, v, 2, window=5)
+    of_the_spec = run_steps(make_backend(name, sliding_window=5), q, k, v, 2)
+    full = run_steps(make_backend(name), q, k, v, 2)
+    for row in range(3):
+        assert torch.equal(own[row], of_the_spec[row])
+        assert not torch.allclose(own[row], full[row])
+
+
+def test_a_block_takes_the_bytes_of_its_tokens() -> None:
+    for name in BACKENDS:
+        backend = make_backend(name)
+        elements = 1
+        for size in backend.layer_block_shape:
+            elements *= size
+        assert elements == 2 * 2 * 8 * 16  # K and V, 2 KV heads, 8 tokens, head_dim 16
