@@ -1,0 +1,55 @@
+"""The FastAPI application: routes, errors, keys, CORS."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from pagedserve import __version__, envs
+from pagedserve.api import errors, openapi
+from pagedserve.api.auth import ApiKeyMiddleware
+from pagedserve.api.middleware import HttpMetrics, RequestMiddleware
+from pagedserve.api.routes import ROUTERS
+from pagedserve.api.state import ApiState
+
+# How long a browser may remember a preflight.
+_PREFLIGHT_SECONDS = 600
+
+
+def build_app(state: ApiState) -> FastAPI:
+    """The application that answers for `state`, whose engine may come later."""
+    config = state.config
+    middleware = [
+        Middleware(RequestMiddleware, metrics=HttpMetrics(state.metrics.registry), log_requests=config.log_requests)
+    ]
+    if config.allowed_origins:
+        # Before the keys: a browser must be able to read a 401. No credentials, so "*" stays allowed (Fetch standard).
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(config.allowed_origins),
+                allow_methods=["GET", "POST", "OPTIONS"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "X-Pagedserve-Warning", "Retry-After"],
+                max_age=_PREFLIGHT_SECONDS,
+            )
+        )
+    keys = (*config.api_key, *envs.api_keys())
+    if keys:
+        middleware.append(Middleware(ApiKeyMiddleware, keys=keys))
+    app = FastAPI(
+        title="pagedserve",
+        version=__version__,
+        description="OpenAI-compatible HTTP server.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=middleware,
+    )
+    app.state.api = state
+    for router in ROUTERS:
+        app.include_router(router)
+    errors.install(app)
+    openapi.install(app)
+    return app

@@ -1,0 +1,137 @@
+"""Reading a request body: bounded, strictly JSON, every field accounted for."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from pagedserve.api.errors import BodyTooLargeError, MediaTypeError
+from pagedserve.errors import RequestError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object (RFC 8259), without the null fields: null means absent.
+
+    Raises MediaTypeError, BodyTooLargeError, or RequestError for what is not one JSON object with unique keys, valid
+    Unicode and finite numbers; the message names the field where there is one.
+    """
+    _check_media_type(request)
+    raw = await _read(request, max_bytes)
+    constants: list[str] = []
+
+    def constant(name: str) -> float:
+        constants.append(name)
+        return float(name)
+
+    try:
+        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=constant)
+    except UnicodeDecodeError as error:
+        raise RequestError("the body is not valid UTF-8") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from error
+    except ValueError as error:
+        raise RequestError("the body holds a number of too many digits") from error
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object")
+    if constants:
+        name = next((name for name, field in value.items() if _holds_constant(field)), None)
+        raise RequestError(f"{name}: {constants[0]} is not JSON; numbers must be finite", param=name)
+    if _SURROGATE_ESCAPE.search(raw):
+        _check_surrogates(value)
+    return {name: field for name, field in value.items() if field is not None}
+
+
+def validate(model: type[Model], body: dict[str, Any]) -> Model:
+    """`body` as `model`; RequestError names the first field that is wrong."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _field_error(first["type"], first["loc"], first["msg"]) from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+
+
+def unknown_fields(model: type[BaseModel], body: dict[str, Any]) -> list[str]:
+    """Names in `body` that `model` does not know, in the order sent."""
+    known = model.model_fields
+    return [name for name in body if name not in known]
+
+
+def _check_media_type(request: Request) -> None:
+    media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
+    if media_type.strip() != "application/json":
+        raise MediaTypeError("send the body with the header Content-Type: application/json")
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "charset" and value.strip().strip('"') not in ("utf-8", "utf8"):
+            raise MediaTypeError("JSON is sent as UTF-8")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise MediaTypeError("compressed bodies are not accepted; send the body without Content-Encoding")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = BodyTooLargeError(f"the body exceeds the limit of {max_bytes} bytes")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise RequestError("the client left before its body was complete") from error
+    return b"".join(parts)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are unique: of two equal keys, whichever won, one would be dropped silently."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"the key {repeated!r} occurs twice in one object", param=repeated)
+    return result
+
+
+def _holds_constant(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(map(_holds_constant, value.values()))
+    return isinstance(value, list) and any(map(_holds_constant, value))
+
+
+def _check_surrogates(value: dict[str, Any]) -> None:
+    for name, field in value.items():
+        try:
+            json.dumps({name: field}, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{name!a} holds half of a surrogate pair, which is no character", param=name) from error
+
+
+def _field_error(kind: str, loc: tuple[int | str, ...], message: str) -> RequestError:
+    name = ".".join(str(part) for part in loc)
+    if kind == "missing":
+        return RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+    # Messages of our own validators come with pydantic's prefix; they already name the field.
+    own = message.removeprefix("Value error, ")
+    text = own if own != message else f"{name}: {message[0].lower()}{message[1:]}"
+    return RequestError(text, param=name or None)

@@ -1,0 +1,156 @@
+"""Every error that leaves the server: one place that gives it its status, its body and its headers.
+
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`
+(https://platform.openai.com/docs/guides/error-codes). What is not raised on purpose is logged and answered with a bare
+500: no trace, path or class name reaches a client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from pagedserve.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    EngineStepError,
+    QueueFullError,
+    RequestAbortedError,
+    RequestError,
+)
+from pagedserve.log import get_logger
+
+logger = get_logger(__name__)
+
+# An error body repeats what the client sent only so far.
+MAX_MESSAGE_LEN = 2000
+RETRY_AFTER_SECONDS = 2
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    429: "queue_full",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+
+
+class AuthenticationError(RequestError):
+    """No key, or a wrong one: HTTP 401."""
+
+    status_code = 401
+
+
+class BodyTooLargeError(RequestError):
+    """The body exceeds --max-body-size: HTTP 413."""
+
+    status_code = 413
+
+
+class MediaTypeError(RequestError):
+    """The body is not declared as JSON, or is compressed: HTTP 415."""
+
+    status_code = 415
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An error as the client sees it."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def body(self) -> bytes:
+        """The JSON document, also used as the event inside a stream that has begun."""
+        message = self.message if len(self.message) <= MAX_MESSAGE_LEN else self.message[:MAX_MESSAGE_LEN] + "..."
+        error = {
+            "message": _encodable(message),
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": None if self.param is None else _encodable(self.param[:200]),
+            "code": self.code or _CODES.get(self.status),
+        }
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
+
+
+def reply_to(error: BaseException) -> ErrorReply:
+    """What to tell the client about `error`; an unexpected one is logged here with its trace."""
+    if isinstance(error, AuthenticationError):
+        return ErrorReply(401, error.message, None, error.code, (("WWW-Authenticate", "Bearer"),))
+    if isinstance(error, RequestError):
+        return ErrorReply(error.status_code, error.message, error.param, error.code)
+    if isinstance(error, QueueFullError):
+        return ErrorReply(429, str(error), headers=(("Retry-After", str(error.retry_after)),))
+    if isinstance(error, DeadlineExceededError):
+        return ErrorReply(408, str(error) or "the request's deadline passed", "timeout")
+    if isinstance(error, RequestAbortedError):
+        return ErrorReply(503, str(error) or "the request was aborted", code="aborted", headers=_retry_soon())
+    if isinstance(error, EngineDeadError):
+        return ErrorReply(503, str(error) or "the engine is not running", headers=_retry_soon())
+    if isinstance(error, EngineStepError):
+        return ErrorReply(500, str(error) or "a step of the engine failed for this request", code="engine_step_failed")
+    if isinstance(error, HTTPException):
+        headers = tuple((error.headers or {}).items())
+        return ErrorReply(error.status_code, str(error.detail), headers=headers)
+    logger.error("unexpected error while answering a request", exc_info=error)
+    return ErrorReply(500, "internal error; the server's log has the details")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of the routes through `reply_to`."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            return ErrorReply(404, f"there is no route {request.method} {request.url.path}").response()
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            return _method_not_allowed(request, error)
+        return reply_to(error).response()
+
+    for kind in (
+        RequestError,
+        QueueFullError,
+        DeadlineExceededError,
+        RequestAbortedError,
+        EngineDeadError,
+        EngineStepError,
+        HTTPException,
+    ):
+        app.add_exception_handler(kind, answer)
+
+
+def _method_not_allowed(request: Request, error: HTTPException) -> Response:
+    allow = (error.headers or {}).get("Allow", "")
+    if "GET" in allow and "HEAD" not in allow:
+        allow += ", HEAD"
+    message = f"{request.url.path} does not answer {request.method}; it answers {allow}"
+    return ErrorReply(405, message, headers=(("Allow", allow),)).response()
+
+
+def _retry_soon() -> tuple[tuple[str, str], ...]:
+    return (("Retry-After", str(RETRY_AFTER_SECONDS)),)
+
+
+def _encodable(text: str) -> str:
+    """Lone surrogates, which no UTF-8 reply can hold, become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,184 @@
+"""From a request's prompts to the engine's outputs: several prompts as one stream, each abortable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from pagedserve.api.protocol.common import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
+from pagedserve.api.state import ApiState
+from pagedserve.errors import PagedServeError, RequestAbortedError
+from pagedserve.outputs import RequestOutput
+from pagedserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedserve.engine.async_llm_engine import AsyncLLMEngine
+
+Result = TypeVar("Result")
+
+# Texts above this many characters are tokenized in a thread.
+LONG_TEXT = 4096
+
+
+class ClientGoneError(RequestAbortedError):
+    """Nobody is left to answer."""
+
+
+async def outputs(
+    engine: AsyncLLMEngine,
+    prompts: list[str | list[int]],
+    params: SamplingParams,
+    request: GenerationRequest,
+    request_id: str,
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Outputs of all prompts as (prompt index, output), in the order they come.
+
+    Closing the iterator aborts what still runs. Raises what the engine raises, and an error for an output that failed.
+    """
+    # Two live requests may carry one id, so the engine's has a suffix that no client chooses.
+    suffix = uuid.uuid4().hex[:8]
+
+    def start(i: int) -> AsyncIterator[RequestOutput]:
+        return engine.generate(
+            prompts[i],
+            params,
+            request_id=f"{request_id}-{i}-{suffix}",
+            timeout=request.timeout,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+        )
+
+    if len(prompts) == 1:
+        async with contextlib.aclosing(start(0)) as stream:
+            async for output in stream:
+                _raise_if_failed(output)
+                yield 0, output
+    else:
+        async with contextlib.aclosing(_merged(len(prompts), start)) as merged:
+            async for i, output in merged:
+                _raise_if_failed(output)
+                yield i, output
+
+
+async def _merged(
+    num_streams: int, start: Callable[[int], AsyncIterator[RequestOutput]]
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+    async def drain(i: int) -> None:
+        try:
+            async with contextlib.aclosing(start(i)) as stream:
+                async for output in stream:
+                    queue.put_nowait((i, output))
+            queue.put_nowait((i, None))
+        except Exception as error:
+            queue.put_nowait((i, error))
+
+    tasks = [asyncio.create_task(drain(i)) for i in range(num_streams)]
+    try:
+        num_live = num_streams
+        while num_live:
+            i, item = await queue.get()
+            if item is None:
+                num_live -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield i, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_if_failed(output: RequestOutput) -> None:
+    """An answer that was cut short is an error, never a short answer."""
+    if output.finished and any(choice.finish_reason in ("abort", "error", "timeout") for choice in output.outputs):
+        raise RequestAbortedError(output.error or "the request was aborted")
+
+
+async def until_gone(state: ApiState, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client leaves (ClientGoneError) or the server ends it."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(wait_gone(request))
+    with state.in_flight.track(task) as running:
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                running.error = ClientGoneError("the client closed the connection")
+                task.cancel()
+            return await task
+        except asyncio.CancelledError:
+            if running.error is None:
+                raise
+            raise running.error from None
+        finally:
+            gone.cancel()
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, PagedServeError):
+                    await task
+
+
+async def wait_gone(request: Request) -> None:
+    """Return when the client has closed its connection; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def tokenize(engine: AsyncLLMEngine, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of a text; a long one does not hold up the event loop."""
+    encode = engine.tokenizer.encode
+    if len(text) < LONG_TEXT:
+        return encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
+
+
+async def prepared_prompt(
+    engine: AsyncLLMEngine, prompt: str | list[int], request: GenerationRequest, *, add_special_tokens: bool
+) -> str | list[int]:
+    """The prompt as the engine takes it: a text that it tokenizes itself, or ids where the request asks for more."""
+    limit = request.truncate_prompt_tokens
+    if isinstance(prompt, str):
+        if add_special_tokens and limit is None:
+            return prompt
+        prompt = await tokenize(engine, prompt, add_special_tokens=add_special_tokens)
+    if limit is None:
+        return prompt
+    if limit == -1:
+        limit = max(1, engine.max_model_len - (request.max_tokens or 1))
+    if len(prompt) <= limit:
+        return prompt
+    return prompt[:limit] if request.truncation_side == "right" else prompt[-limit:]
+
+
+class UsageCounter:
+    """Counts tokens of one HTTP request over its prompts and choices, as outputs come."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, RequestOutput] = {}
+        self._num_completion_tokens = 0
+
+    def take(self, prompt_index: int, output: RequestOutput) -> None:
+        """Count what is new in `output`."""
+        self._prompts[prompt_index] = output
+        for choice in output.outputs:
+            self._num_completion_tokens += len(choice.delta_token_ids)
+
+    def usage(self) -> Usage:
+        """The usage so far."""
+        prompts = self._prompts.values()
+        metrics = [output.metrics for output in prompts if output.metrics is not None]
+        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in prompts)
+        return Usage(
+            num_prompt_tokens,
+            self._num_completion_tokens,
+            num_prompt_tokens + self._num_completion_tokens,
+            PromptTokensDetails(sum(output.num_cached_tokens for output in prompts)),
+            CompletionTokensDetails(sum(m.num_preemptions for m in metrics), sum(m.num_wasted_tokens for m in metrics)),
+        )

@@ -1,0 +1,1 @@
+"""What clients send and get: requests as pydantic models (checked), answers as msgspec structs (fast to write)."""

@@ -1,0 +1,17 @@
+"""`GET /metrics`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from pagedserve.api.state import ApiState
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics, as text or OpenMetrics by what the scraper accepts."""
+    state: ApiState = request.app.state.api
+    page, content_type = state.metrics.render(request.headers.get("accept"))
+    return Response(page, headers={"Content-Type": content_type})

@@ -1,0 +1,95 @@
+"""Token ids as clients see them in logprobs: text, bytes, and places in the text."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING, Any
+
+from pagedserve.api.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from pagedserve.api.protocol.completions import CompletionLogprobs
+from pagedserve.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from pagedserve.engine.tokenizer import Tokenizer
+
+# JSON has no infinity (RFC 8259 section 6); OpenAI shows this for a token that cannot occur.
+LOGPROB_FLOOR = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """A number that JSON can hold; NaN counts as impossible."""
+    return logprob if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
+
+
+class TokenTexts:
+    """Texts of tokens alone. `as_ids` names tokens `token_id:123` (return_tokens_as_token_ids)."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False):
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """The token's text; part of a character reads `bytes:\\xf0\\x9f`, so different tokens stay different."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        raw = self._tokenizer.id_to_bytes(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def chat(self, entries: list[TokenLogprobs]) -> ChatLogprobs:
+        """Logprobs of /v1/chat/completions."""
+        return ChatLogprobs([self._chat_entry(entry) for entry in entries])
+
+    def prompt(self, entries: list[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """The `prompt_logprobs` extension: per prompt token, id -> logprob, rank and text."""
+        return [None if entry is None else self._prompt_entry(entry) for entry in entries]
+
+    def top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likely tokens of one position, and the drawn one if it is not among them."""
+        ids = [*entry.token_ids[1:], entry.token_ids[0]]
+        values = [*entry.logprobs[1:], entry.logprobs[0]]
+        return {self.text(token_id): finite(value) for token_id, value in zip(ids, values, strict=True)}
+
+    def _chat_entry(self, entry: TokenLogprobs) -> TokenLogprob:
+        first, *rest = (
+            TopLogprob(self.text(token_id), finite(value), list(self._tokenizer.id_to_bytes(token_id)))
+            for token_id, value in zip(entry.token_ids, entry.logprobs, strict=True)
+        )
+        return TokenLogprob(first.token, first.logprob, first.bytes, rest)
+
+    def _prompt_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for i, (token_id, value) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+            # The token that stands there comes first and has its own rank; the others are ranked as listed.
+            rank = entry.rank if i == 0 else i
+            shown = {"logprob": finite(value), "rank": rank, "decoded_token": self.text(token_id)}
+            result.setdefault(str(token_id), shown)
+        return result
+
+
+class LogprobColumns:
+    """Logprobs of /v1/completions for one choice, piece by piece: knows how far the text has come.
+
+    `hidden` are ids that do not show in the text (special tokens that are skipped): they take no room in it.
+    """
+
+    def __init__(self, texts: TokenTexts, tokenizer: Tokenizer, *, skip_special_tokens: bool):
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def take(self, token_ids: list[int], entries: list[TokenLogprobs | None]) -> CompletionLogprobs:
+        """The next tokens with their logprobs; None for the first token of a prompt, which nothing precedes."""
+        columns = CompletionLogprobs()
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            columns.tokens.append(self._texts.text(token_id))
+            columns.text_offset.append(self._offset)
+            columns.token_logprobs.append(None if entry is None else finite(entry.logprobs[0]))
+            columns.top_logprobs.append(None if entry is None else self._texts.top(entry))
+            if not (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
+                self._offset += len(self._decoder.decode(self._tokenizer.id_to_bytes(token_id)))
+        return columns

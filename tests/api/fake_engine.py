@@ -1,0 +1,121 @@
+"""An engine without a core, for what only the front end decides: errors at chosen moments, hangs, thousands of streams.
+
+It has the real tokenizer and chat template. What it says is in the prompt's last line:
+`say TEXT`, `fail KIND AFTER_TOKENS` (a class of pagedserve.errors), `hang AFTER_TOKENS`; anything else gets "Hello."
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from pagedserve import errors, model_files
+from pagedserve.engine.chat_template import ChatTemplate
+from pagedserve.engine.tokenizer import Tokenizer
+from pagedserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedserve.sampling_params import SamplingParams
+from tests.helpers.byte_tokenizer import EOS_ID, byte_ids, write_tokenizer
+
+DEFAULT_ANSWER = "Hello."
+
+
+class FakeEngine:
+    """Same face as AsyncLLMEngine; `live` names requests that somebody still waits for."""
+
+    def __init__(self, folder: Path, *, token_seconds: float = 0.0):
+        write_tokenizer(folder)
+        self.tokenizer = Tokenizer.load(model_files.resolve(str(folder), require_weights=False))
+        self.chat_template = ChatTemplate.load(self.tokenizer)
+        self.default_sampling_params: dict[str, Any] = {}
+        self.max_model_len = 512
+        self.is_dead = False
+        self.is_ready = True
+        self.complaint: str | None = None
+        self.live: set[str] = set()
+        self.seen: list[dict[str, Any]] = []
+        self._token_seconds = token_seconds
+
+    def health(self) -> str | None:
+        return self.complaint
+
+    async def call(self, method: str) -> bool:
+        return method == "reset_prefix_cache"
+
+    async def generate(
+        self, prompt: str | list[int], params: SamplingParams, *, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        self.seen.append({"prompt": prompt, "params": params, "request_id": request_id, **options})
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        command, _, argument = _last_line(text).partition(" ")
+        answer = argument if command == "say" else DEFAULT_ANSWER
+        kind, _, count = argument.rpartition(" ")
+        stop_at = int(count) if command in ("fail", "hang") else -1
+        tokens = byte_ids(answer)[: params.max_tokens]
+        reason = "stop" if params.max_tokens is None or len(byte_ids(answer)) < params.max_tokens else "length"
+        self.live.add(request_id)
+        try:
+            for i in range(len(tokens) + 1):
+                if i == stop_at and command == "hang":
+                    await asyncio.Event().wait()
+                if i == stop_at:
+                    raise _error(kind)
+                await asyncio.sleep(self._token_seconds)
+                if i == 0:
+                    continue
+                yield self._output(request_id, prompt, ids, tokens, i, reason, params)
+        finally:
+            self.live.discard(request_id)
+
+    def _output(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        ids: list[int],
+        tokens: list[int],
+        count: int,
+        reason: str,
+        params: SamplingParams,
+    ) -> RequestOutput:
+        is_last = count == len(tokens)
+        decode = self.tokenizer.decode
+        before = decode(tokens[: count - 1]).removesuffix("\ufffd")
+        text = decode(tokens[:count]) if is_last else decode(tokens[:count]).removesuffix("\ufffd")
+        choices = [
+            CompletionOutput(
+                index=index,
+                text=text,
+                token_ids=tokens[:count],
+                finish_reason=reason if is_last else None,
+                stop_reason=EOS_ID if is_last and reason == "stop" else None,
+                delta_text=text[len(before) :],
+                delta_token_ids=tokens[count - 1 : count],
+            )
+            for index in range(params.n)
+        ]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=ids,
+            outputs=choices,
+            finished=is_last,
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+        )
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.replace("<|im_end|>", "\n").splitlines() if line.strip()]
+    lines = [line for line in lines if "assistant" not in line]
+    return lines[-1] if lines else ""
+
+
+def _error(kind: str) -> Exception:
+    if kind == "QueueFullError":
+        return errors.QueueFullError("the queue is full", retry_after=3)
+    if kind == "Exception":
+        return RuntimeError("/secret/path is broken")
+    error: Exception = getattr(errors, kind)(f"{kind} on purpose")
+    return error
