@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from pagedserve.config import CacheConfig
 from pagedserve.errors import QueueFullError
@@ -92,6 +92,8 @@ class EngineMetrics:
     """All metric families of one model, in a registry of their own."""
 
     def __init__(self, model_name: str, *, max_model_len: int = 32768):
+        # A second series for each counter, which nobody reads.
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._last = SchedulerStats()
@@ -179,10 +181,13 @@ class EngineMetrics:
         for gauge in self._states.values():
             gauge.set(0)
 
-    def render(self, accept: str | None = None) -> tuple[bytes, str]:
-        """The page and its content type, as text or OpenMetrics by what the scraper accepts."""
-        encoder, content_type = choose_encoder(accept or "")
-        return encoder(self.registry), content_type
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type.
+
+        Always Prometheus' text format, which every scraper takes: prometheus-client writes an underscore for the colon
+        of these names in OpenMetrics 1.0, and dashboards would find nothing.
+        """
+        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -76,20 +76,26 @@ class AsyncLLMEngine:
 
     async def _start(self, log_level: str, log_format: str, on_progress: OnProgress | None) -> None:
         config = self._config
-        # The core imports torch while the files are looked for (and perhaps fetched).
+        # The core imports torch while the files are looked for (and perhaps fetched) and the tokenizer is read.
         await self._client.spawn()
         self.model_files = await asyncio.to_thread(
             model_files.resolve, config.model.model, revision=config.model.revision, log=on_progress or log.info
         )
-        ready_task = asyncio.ensure_future(
-            self._client.start(config, log_level=log_level, log_format=log_format, on_progress=on_progress)
+        self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        loading = asyncio.ensure_future(
+            self._client.start(
+                config,
+                vocab_limit=self.tokenizer.vocab_size,
+                log_level=log_level,
+                log_format=log_format,
+                on_progress=on_progress,
+            )
         )
         try:
-            self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self.chat_template = await asyncio.to_thread(self._load_chat_template)
-            ready = await ready_task
+            ready = await loading
         finally:
-            ready_task.cancel()
+            loading.cancel()
         self.default_sampling_params = default_sampling_params(self.model_files, config.front.generation_config)
         if self.default_sampling_params:
             log.info("defaults from generation_config.json: %s", self.default_sampling_params)

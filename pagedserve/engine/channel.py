@@ -56,7 +56,7 @@ class Codec:
             raise ChannelFormatError(f"unknown kind of message: {kind}")
         try:
             return self._decoders[kind].decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, PagedServeError) as error:
             raise ChannelFormatError(f"a message does not fit its type: {error}") from error
 
 

@@ -156,7 +156,7 @@ def error_of(finished: FinishedRequest) -> PagedServeError | None:
     return EngineStepError(message)
 
 
-def build_core(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
+def build_core(config: EngineConfig, vocab_limit: int | None, send: Send) -> tuple[EngineCore, Ready]:
     """Load the model, size the pools, make the scheduler. `send` gets a Progress as each phase begins.
 
     Raises ConfigError, ModelNotFoundError or ModelLoadError with one clear line.
@@ -165,7 +165,9 @@ def build_core(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     clock.begin("finding the model")
     files = model_files.resolve(config.model.model, revision=config.model.revision, log=log.info)
     executor_class = EXECUTORS.resolve(config.parallel.executor)
-    executor = executor_class(model=config.model, cache=config.cache, scheduler=config.scheduler, files=files)
+    executor = executor_class(
+        model=config.model, cache=config.cache, scheduler=config.scheduler, files=files, vocab_limit=vocab_limit
+    )
     executor.load(clock.begin)
     clock.begin("sizing the KV cache")
     plan = executor.plan_memory()

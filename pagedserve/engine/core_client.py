@@ -53,14 +53,14 @@ class CoreClient(Protocol):
 class InlineCoreClient:
     """The core in the caller's thread: it moves when `step` is called."""
 
-    def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None):
+    def __init__(self, config: EngineConfig, *, vocab_limit: int | None = None, on_progress: OnProgress | None = None):
         self._outbox: list[EngineCoreOutputs] = []
         self._results: dict[int, CallResult] = {}
         self._on_progress = on_progress
         self._call_ids = itertools.count()
         self.is_dead = False
         self._core: EngineCore
-        self._core, self.ready = build_core(config, self._take)
+        self._core, self.ready = build_core(config, vocab_limit, self._take)
 
     @property
     def core(self) -> EngineCore:
@@ -161,12 +161,18 @@ class ProcessCoreClient:
         self._channel = await AsyncChannel.open(ours, codec, self._take, self._lost)
 
     async def start(
-        self, config: EngineConfig, *, log_level: str, log_format: str, on_progress: OnProgress | None = None
+        self,
+        config: EngineConfig,
+        *,
+        vocab_limit: int | None = None,
+        log_level: str = "info",
+        log_format: str = "text",
+        on_progress: OnProgress | None = None,
     ) -> Ready:
         """Load the model. Raises the core's ConfigError, ModelNotFoundError, ModelLoadError or EngineDeadError."""
         assert self._started is not None
         self._on_progress = on_progress
-        self.send(StartCore(config=config, log_level=log_level, log_format=log_format))
+        self.send(StartCore(config=config, vocab_limit=vocab_limit, log_level=log_level, log_format=log_format))
         self.ready = await self._started
         self._pinger = asyncio.create_task(self._ping(), name="core-ping")
         return self.ready

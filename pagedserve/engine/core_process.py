@@ -60,7 +60,7 @@ def serve(channel: BlockingChannel) -> int:
         raise ChannelFormatError(f"the first message must be StartCore, not {type(start).__name__}")
     log_module.configure(process="core", level=start.log_level, fmt=start.log_format)
     try:
-        core, ready = build_core(start.config, channel.send)
+        core, ready = build_core(start.config, start.vocab_limit, channel.send)
     except ChannelClosedError:
         return 0
     except (ConfigError, ModelNotFoundError, ModelLoadError) as error:

@@ -102,24 +102,17 @@ class InputProcessor:
         self._block_size = plan.spec.block_size
         self._eos_token_ids = eos_ids(files, tokenizer)
         vocab_size = files.config.get("vocab_size")
+        # What may stand in a prompt, and what may be drawn: a model's head is often padded past its tokenizer.
         self.vocab_size: int = vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size
+        self._num_drawable = min(self.vocab_size, tokenizer.vocab_size)
 
-    def process(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        timeout: float | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> ProcessedInput:
-        """Tokenize and check; raises RequestError or ContextLengthError."""
-        arrival_time = time.monotonic()
+    def process(self, prompt: str | list[int], params: SamplingParams, **options: Any) -> ProcessedInput:
+        """Tokenize and check; raises RequestError or ContextLengthError. For `options` see `process_async`."""
+        options["arrival_time"] = time.monotonic()
         self._check_size(prompt)
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
-        request = self._request(token_ids, params, request_id, arrival_time, timeout, priority, cache_salt)
-        return ProcessedInput(request, prompt if isinstance(prompt, str) else None)
+        if isinstance(prompt, str):
+            return ProcessedInput(self._request(self._tokenize(prompt), params, **options), prompt)
+        return ProcessedInput(self._request(prompt, params, **options), None)
 
     async def process_async(
         self,
@@ -132,15 +125,23 @@ class InputProcessor:
         cache_salt: str | None = None,
     ) -> ProcessedInput:
         """As `process`; a long text is tokenized in a thread, with the interpreter lock released."""
+        if not isinstance(prompt, str) or len(prompt) <= INLINE_TEXT_LENGTH:
+            return self.process(
+                prompt, params, request_id=request_id, timeout=timeout, priority=priority, cache_salt=cache_salt
+            )
         arrival_time = time.monotonic()
         self._check_size(prompt)
-        if isinstance(prompt, str):
-            is_long = len(prompt) > INLINE_TEXT_LENGTH
-            token_ids = await asyncio.to_thread(self._tokenize, prompt) if is_long else self._tokenize(prompt)
-        else:
-            token_ids = prompt
-        request = self._request(token_ids, params, request_id, arrival_time, timeout, priority, cache_salt)
-        return ProcessedInput(request, prompt if isinstance(prompt, str) else None)
+        token_ids = await asyncio.to_thread(self._tokenize, prompt)
+        request = self._request(
+            token_ids,
+            params,
+            request_id=request_id,
+            arrival_time=arrival_time,
+            timeout=timeout,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return ProcessedInput(request, prompt)
 
     def _tokenize(self, prompt: str) -> list[int]:
         check_unicode(prompt, param="prompt")
@@ -160,11 +161,12 @@ class InputProcessor:
         self,
         token_ids: list[int],
         params: SamplingParams,
+        *,
         request_id: str,
         arrival_time: float,
-        timeout: float | None,
-        priority: int,
-        cache_salt: str | None,
+        timeout: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Request:
         self._check_prompt(token_ids)
         self._check_logprobs(params)
@@ -209,10 +211,10 @@ class InputProcessor:
                 )
 
     def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:
-        outside = [token_id for token_id in token_ids if token_id >= self.vocab_size]
-        if outside:
+        outside = next((token_id for token_id in token_ids if token_id >= self._num_drawable), None)
+        if outside is not None:
             raise RequestError(
-                f"{param} holds {outside[0]}; token ids of this model go up to {self.vocab_size - 1}", param=param
+                f"{param} holds {outside}; token ids of this model go up to {self._num_drawable - 1}", param=param
             )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

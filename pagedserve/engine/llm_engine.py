@@ -26,13 +26,13 @@ class LLMEngine:
     """Add requests, call `step` until none is unfinished. Everything happens in the calling thread."""
 
     def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None):
-        self.client = InlineCoreClient(config, on_progress)
-        ready = self.client.ready
         self.model_files = model_files.resolve(config.model.model, revision=config.model.revision, log=log.info)
         source = config.model.tokenizer
         self.tokenizer = Tokenizer.load(
             self.model_files if source is None else model_files.resolve(source, require_weights=False, log=log.info)
         )
+        self.client = InlineCoreClient(config, vocab_limit=self.tokenizer.vocab_size, on_progress=on_progress)
+        ready = self.client.ready
         self.plan = ready.plan
         self.max_model_len = ready.max_model_len
         # Requests that may be under way at once: the queue, or what any run can need where it has no bound.

@@ -265,14 +265,11 @@ class OutputProcessor:
             outputs.stop_reasons,
             strict=True,
         )
-        for row, (request_id, choice_index, token_ids, cumulative_logprob, finish_reason, stop_reason) in enumerate(
-            rows
-        ):
+        for row, (request_id, choice_index, *values) in enumerate(rows):
             state = self._states.get(request_id)
             if state is None:
                 continue
-            logprobs = outputs.logprobs.get(row)
-            if state.add_row(choice_index, token_ids, logprobs, cumulative_logprob, finish_reason, stop_reason, now):
+            if state.add_row(choice_index, *values, outputs.logprobs.get(row), now):
                 stopped.append((request_id, choice_index))
             if state.shows_progress:
                 changed[request_id] = state

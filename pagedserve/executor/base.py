@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
+from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedserve.model_files import ModelFiles
 from pagedserve.step import MemoryPlan, ModelRunnerOutput, SchedulerOutput
 
 # Called with the name of a start-up phase as it begins.
@@ -23,7 +25,25 @@ class PendingStep(Protocol):
 
 
 class Executor(ABC):
-    """Workers behind one face. Called in this order: load, plan_memory, allocate, then submit once a step."""
+    """Workers behind one face. Called in this order: load, plan_memory, allocate, then submit once a step.
+
+    `vocab_limit` is the number of ids that the tokenizer can decode, or None for all that the model has.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        files: ModelFiles,
+        vocab_limit: int | None = None,
+    ):
+        self.model = model
+        self.cache = cache
+        self.scheduler = scheduler
+        self.files = files
+        self.vocab_limit = vocab_limit
 
     @abstractmethod
     def load(self, progress: Progress) -> None:

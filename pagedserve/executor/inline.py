@@ -5,9 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedserve.executor.base import Executor, PendingStep, Progress
-from pagedserve.model_files import ModelFiles
 from pagedserve.registry import load
 from pagedserve.step import MemoryPlan, ModelRunnerOutput, SchedulerOutput
 
@@ -18,27 +16,17 @@ WORKER = "pagedserve.worker.worker:Worker"
 class InlineExecutor(Executor):
     """Runs each step while it is submitted; the pending step that comes back is always done."""
 
-    def __init__(
-        self,
-        *,
-        model: ModelConfig,
-        cache: CacheConfig,
-        scheduler: SchedulerConfig,
-        files: ModelFiles,
-        worker: str = WORKER,
-    ):
-        self._model = model
-        self._cache = cache
-        self._scheduler = scheduler
-        self._files = files
-        self._worker_target = worker
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
         self._worker: Any = None
 
     def load(self, progress: Progress) -> None:
         progress("importing torch")
-        worker_class = load(self._worker_target)
+        worker_class = load(WORKER)
         progress("loading weights")
-        self._worker = worker_class(self._model, self._cache, self._scheduler, self._files, progress)
+        self._worker = worker_class(
+            self.model, self.cache, self.scheduler, self.files, progress, vocab_limit=self.vocab_limit
+        )
         self._worker.load_model()
 
     @property
