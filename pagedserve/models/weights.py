@@ -63,14 +63,15 @@ class Weights:
     ) -> tuple[Embedding, Linear]:
         """The token embedding and the output head, which may be one matrix.
 
-        A head that is in the file is used even where the config says tied, as transformers does; an untied head that is
-        missing is an error.
+        A head of its own that is in the file is used even where the config says tied, as transformers does; an untied
+        head that is missing is an error.
         """
         embedding, head = f"{embedding}.weight", f"{head}.weight"
         self._take(embedding, (vocab_size, hidden_size))
-        shared = tied and not self._source.has(head)
-        if not shared:
+        has_head = self._source.has(head) or not tied
+        if has_head:
             self._take(head, (vocab_size, hidden_size))
+        shared = tied and (not has_head or self._equal(embedding, head))
         head_weight = self._matrix([embedding if shared else head], hidden_size, self._quant.for_head())
         if shared and self._device.type != "cpu":
             return SharedEmbedding(head_weight, self._dtype), Linear(head_weight)
@@ -97,6 +98,9 @@ class Weights:
             raise ModelLoadError(f"tensor {name} is asked for twice")
         self._source.expect(name, shape)
         self._taken.add(name)
+
+    def _equal(self, first: str, second: str) -> bool:
+        return torch.equal(self._source.dense(first), self._source.dense(second))
 
     def _matrix(self, names: Sequence[str], in_features: int, quant: QuantMethod) -> LinearWeight:
         packed = [self._source.packed(name) for name in names]
