@@ -11,7 +11,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics, as text or OpenMetrics by what the scraper accepts."""
+    """Prometheus metrics in their text format."""
     state: ApiState = request.app.state.api
-    page, content_type = state.metrics.render(request.headers.get("accept"))
+    page, content_type = state.metrics.render()
     return Response(page, headers={"Content-Type": content_type})
