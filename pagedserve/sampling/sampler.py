@@ -37,6 +37,15 @@ class Sampler:
     def __init__(self, vocab_size: int, vocab_limit: int | None = None) -> None:
         self.vocab_size = min(vocab_size, vocab_limit or vocab_size)
 
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+        """Logprobs of tokens that are known already, those of a prompt: `token_ids` int64 [n] under `logits`
+        float32 [n, >= vocab_size], which it may overwrite."""
+        # Not cut as below: a prompt may name an id that cannot be drawn.
+        logits[:, self.vocab_size :] = -torch.inf
+        sanitize(logits)
+        num_top = min(num_top, self.vocab_size)
+        return token_logprobs(torch.log_softmax(logits, dim=-1), token_ids, [num_top] * len(token_ids))
+
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch, history: TokenHistory) -> SamplerOutput:
         """Samples `logits` float32 [batch, >= vocab_size], which it may overwrite. `batch` is made for this sampler's
         `vocab_size`."""

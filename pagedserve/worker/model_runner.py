@@ -1,0 +1,153 @@
+"""One step: bring the rows up to date, gather the inputs, run the model, sample.
+
+The hottest file of the data plane. Nothing here knows a feature or a model: what a request wishes lives in `sampling`,
+how attention is computed in its backend, who runs is decided above. Be paranoid about adding lines.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedserve.attention import AttentionBackend
+from pagedserve.layers.attention import ForwardContext
+from pagedserve.sampling.batch import SamplingBatch, TokenHistory
+from pagedserve.sampling.sampler import Sampler
+from pagedserve.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from pagedserve.worker.input_batch import InputBatch, gather
+from pagedserve.worker.kv_storage import KVStorage
+from pagedserve.worker.rows import Rows
+
+# Logits computed at a time for prompt logprobs: a long prompt times the vocabulary would not fit anywhere.
+_PROMPT_LOGITS = 2**22
+
+
+class ModelRunner:
+    """Executes steps of one model on one device."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        attention: AttentionBackend,
+        storage: KVStorage,
+        rows: Rows,
+        sampler: Sampler,
+        device: torch.device,
+    ) -> None:
+        """`model` is a class of `pagedserve.models`."""
+        self._model = model
+        self._attention = attention
+        self._storage = storage
+        self._rows = rows
+        self._sampler = sampler
+        self._device = device
+        # The batch of the last step, and what it was made for: decoding samples the same rows step after step.
+        self._batch_key: tuple[int, list[int]] | None = None
+        self._batch: SamplingBatch | None = None
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Applies a step's differences in the order that SchedulerOutput documents, then computes what it schedules."""
+        swap_seconds = self._storage.execute(output.block_ops)
+        self._rows.apply(output)
+        if not output.seq_ids:
+            return ModelRunnerOutput(step_id=output.step_id, swap_seconds=swap_seconds)
+        started = time.perf_counter()
+        batch = gather(self._rows, output)
+        hidden = self._forward(batch)
+        prompt_logprobs = self._prompt_logprobs(output, batch, hidden)
+        result = self._sample(output, batch, hidden)
+        result.prompt_logprobs = prompt_logprobs
+        # Sampling has brought tokens to the host, so the device is done.
+        result.forward_seconds = time.perf_counter() - started
+        result.swap_seconds = swap_seconds
+        return result
+
+    def _forward(self, batch: InputBatch) -> torch.Tensor:  # [num_tokens, hidden]
+        metadata = self._attention.build_metadata(
+            query_start_loc=self._tensor(batch.query_start_loc),
+            seq_lens=self._tensor(batch.seq_lens),
+            block_tables=self._tensor(batch.block_tables),
+            slot_mapping=self._tensor(batch.slot_mapping),
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+        context = ForwardContext(metadata=metadata, kv_cache=self._storage.device_pool)
+        return self._model.forward(self._tensor(batch.token_ids), self._tensor(batch.positions), context)
+
+    def _sample(self, output: SchedulerOutput, batch: InputBatch, hidden: torch.Tensor) -> ModelRunnerOutput:
+        """Draws for the sequences whose tokens are all computed now, and for the children that share their logits."""
+        sampled = np.flatnonzero(batch.is_sampled)
+        if not len(sampled):
+            return ModelRunnerOutput(step_id=output.step_id)
+        last_tokens = batch.query_start_loc[sampled + 1] - 1
+        logits = self._model.compute_logits(hidden[self._tensor(last_tokens.astype(np.int64))])
+        seq_ids = [output.seq_ids[i] for i in sampled.tolist()]
+        if output.shared_logits:
+            place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
+            sources = list(range(len(seq_ids))) + [place[parent] for _, parent in output.shared_logits]
+            logits = logits[torch.tensor(sources, device=self._device)]
+            seq_ids = seq_ids + [child for child, _ in output.shared_logits]
+
+        rows = self._rows.rows_of(seq_ids)
+        history = TokenHistory(self._rows.token_ids, rows, self._rows.num_tokens[rows])
+        drawn = self._sampler(logits, self._sampling_batch(seq_ids), history)
+        has_token = drawn.token_ids >= 0
+        self._rows.append(rows[has_token], drawn.token_ids[has_token])
+        return ModelRunnerOutput(
+            step_id=output.step_id,
+            seq_ids=seq_ids,
+            sampled_token_ids=[[t] if t >= 0 else [] for t in drawn.token_ids.tolist()],
+            sampled_logprobs=drawn.logprobs,
+            logprobs={seq_ids[i]: [entry] for i, entry in drawn.top_logprobs.items()},
+            candidates={seq_ids[i]: best for i, best in drawn.candidates.items()},
+            errors={seq_ids[i]: message for i, message in drawn.errors.items()},
+        )
+
+    def _sampling_batch(self, seq_ids: list[int]) -> SamplingBatch:
+        key = (self._rows.generation, seq_ids)
+        if self._batch is None or self._batch_key != key:
+            states = [self._rows.state_of(seq_id) for seq_id in seq_ids]
+            self._batch = SamplingBatch(states, self._sampler.vocab_size, self._device)
+            self._batch_key = key
+        return self._batch
+
+    def _prompt_logprobs(
+        self, output: SchedulerOutput, batch: InputBatch, hidden: torch.Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """For sequences that ask: entries of the prompt positions num_computed + 1 and on that this step tells of.
+
+        A sequence that has output already was told before; it is only being computed again.
+        """
+        if not self._rows.with_prompt_logprobs:
+            return {}
+        result = {}
+        for i, seq_id in enumerate(output.seq_ids):
+            if seq_id not in self._rows.with_prompt_logprobs:
+                continue
+            state, row = self._rows.state_of(seq_id), batch.rows[i]
+            first = int(batch.num_computed[i])
+            # Each computed position tells of the next; the prompt's last one tells of the output.
+            count = min(int(batch.seq_lens[i]), state.num_prompt_tokens - 1) - first
+            if count <= 0 or self._rows.num_tokens[row] > state.num_prompt_tokens:
+                continue
+            states = hidden[batch.query_start_loc[i] :][:count]
+            token_ids = self._tensor(self._rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
+            step = max(1, _PROMPT_LOGITS // self._model.vocab_size)
+            result[seq_id] = [
+                entry
+                for start in range(0, count, step)
+                for entry in self._sampler.score(
+                    self._model.compute_logits(states[start : start + step]),
+                    token_ids[start : start + step],
+                    state.params.prompt_logprobs or 0,
+                )
+            ]
+        return result
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
