@@ -17,7 +17,10 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def load(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Tokenizer` from tokenizer.json and its companions; `config` is the model's config.json."""
+    """Arguments of `Tokenizer` from tokenizer.json and its companions; `config` is the model's config.json.
+
+    Whether BOS is added is tokenizer.json's business alone: like transformers, this ignores `add_bos_token` beside it.
+    """
     path = files["tokenizer.json"]
     try:
         backend = Backend.from_file(str(path))
@@ -31,12 +34,6 @@ def load(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, Any]
         special_tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **special_tokens}
         _use_llama_spaces(backend, settings)
     _register_added_tokens(backend, settings, special_tokens)
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        frame_with_bos_eos(
-            backend,
-            bos=special_tokens.get("bos_token") if settings.get("add_bos_token") else None,
-            eos=special_tokens.get("eos_token") if settings.get("add_eos_token") else None,
-        )
     return {
         "backend": backend,
         "special_tokens": special_tokens,

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from tests.helpers.byte_tokenizer import write_tokenizer
@@ -69,17 +69,18 @@ def spm_backend(*, add_prefix_space: bool = True) -> Tokenizer:
     return backend
 
 
-def write_spm_tokenizer(folder: Path, **settings: object) -> Path:
+def write_spm_tokenizer(folder: Path, *, add_bos: bool = True, **settings: object) -> Path:
     """tokenizer.json and tokenizer_config.json as Llama 2 models have them; `settings` are added to the config."""
     folder.mkdir(parents=True, exist_ok=True)
-    spm_backend().save(str(folder / "tokenizer.json"))
+    backend = spm_backend()
+    if add_bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "LlamaTokenizer",
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
-        "add_bos_token": True,
-        "add_eos_token": False,
         "chat_template": SPM_CHAT,
         **settings,
     }
