@@ -1,0 +1,22 @@
+"""Activations by name against transformers'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+
+from pagedserve.errors import ModelLoadError
+from pagedserve.layers.activation import GATED_ACTIVATIONS, gated_activation
+
+
+@pytest.mark.parametrize("name", GATED_ACTIVATIONS)
+def test_equals_transformers(name: str) -> None:
+    x = torch.randn(7, 2 * 33) * 3
+    expected = ACT2FN[name](x[:, :33]) * x[:, 33:]
+    torch.testing.assert_close(gated_activation(name)(x), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ModelLoadError, match="'swiglu' is not supported; known: silu, swish, gelu"):
+        gated_activation("swiglu")
