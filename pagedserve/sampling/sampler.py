@@ -76,10 +76,10 @@ class Sampler:
     def _tokens(self, logits: torch.Tensor, batch: SamplingBatch, history: TokenHistory) -> torch.Tensor:
         """int64 [batch]; -1 for rows of beam search."""
         if batch.is_all_greedy:
-            return logits.argmax(dim=-1)
+            return _best(logits)
         tokens = torch.full((len(batch.states),), -1, dtype=torch.int64, device=logits.device)
         if batch.greedy:
-            tokens[batch.greedy] = logits[batch.greedy].argmax(dim=-1)
+            tokens[batch.greedy] = _best(logits[batch.greedy])
         rows = batch.random.rows
         if rows:
             positions = history.lengths[rows] - batch.num_prompt_tokens[rows]
@@ -98,3 +98,8 @@ class Sampler:
         entries = token_logprobs(raw[asked], chosen[asked], num_top)
         for place, entry in zip(asked, entries, strict=True):
             output.top_logprobs[batch.logprobs[place]] = entry
+
+
+def _best(logits: torch.Tensor) -> torch.Tensor:
+    """argmax along rows, the first of equals; max with its index is several times as fast on CPUs."""
+    return logits.max(dim=-1).indices

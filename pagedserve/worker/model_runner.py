@@ -52,8 +52,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Applies a step's differences in the order that SchedulerOutput documents, then computes what it schedules."""
-        swap_seconds = self._storage.execute(output.block_ops)
+        # Rows are bookkeeping and do not look at the pools, so they may come first: they are right even if a copy fails.
         self._rows.apply(output)
+        swap_seconds = self._storage.execute(output.block_ops)
         if not output.seq_ids:
             return ModelRunnerOutput(step_id=output.step_id, swap_seconds=swap_seconds)
         started = time.perf_counter()

@@ -142,8 +142,20 @@ def test_the_numbers_at_both_ends_of_the_unit_interval_draw_possible_tokens() ->
         assert filters._pick(logits.unsqueeze(0), column).tolist() == [expected]
 
 
+def test_a_peaked_distribution_is_drawn_from_the_short_list() -> None:
+    """A trained model's kind of row, where the nucleus lies in the first width: same rule, other way of finding it."""
+    logits = torch.full((LARGE,), -20.0)
+    logits[500:520] = torch.linspace(0.0, 4.0, 20)
+    for setting in ({"top_p": 0.9}, {"top_k": 5}, {"top_k": 12, "top_p": 0.8}, {"top_k": 100, "min_p": 0.01}):
+        params = SamplingParams(**setting)
+        counts = np.bincount(draw(logits, params, 3000), minlength=LARGE)
+        probabilities = warped(logits, params).numpy()
+        assert (counts > 0).tolist() == (probabilities > 0).tolist()
+        np.testing.assert_allclose(counts / 3000, probabilities, atol=0.03)
+
+
 def test_mixed_rows_draw_what_each_draws_alone() -> None:
-    """Plain, min_p and truncated rows of every width in one piece, in two orders (C037)."""
+    """Plain, min_p and truncated rows of every kind in one piece, in two orders (C037)."""
     settings = [SamplingParams(**s) for s in SETTINGS]
     logits = torch.stack([random_logits(LARGE, 50 + i) for i in range(len(settings))])
     streams = [stream_of(i, 0) for i in range(len(settings))]
