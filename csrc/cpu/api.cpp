@@ -46,6 +46,10 @@ int check_rows(const ps_attention_rows* rows, const ps_kv_cache* kv_cache, int64
                   (long long)query_len, (long long)seq_len);
     }
     if (query_len == 0) continue;
+    if (rows->query_start_loc[i + 1] > rows->num_tokens) {
+      return fail(PS_INVALID_ARGUMENT, "query_start_loc[%lld] is %d, query has %lld tokens", (long long)(i + 1),
+                  rows->query_start_loc[i + 1], (long long)rows->num_tokens);
+    }
     const int64_t num_blocks = (seq_len + kv_cache->block_size - 1) / kv_cache->block_size;
     if (num_blocks > rows->block_tables_stride) {
       return fail(PS_INVALID_ARGUMENT, "row %lld needs %lld blocks, its table has room for %lld", (long long)i,

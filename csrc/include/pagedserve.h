@@ -79,6 +79,7 @@ typedef struct ps_attention_rows {
   const int32_t* block_tables;    /* [num_seqs, block_tables_stride] */
   int64_t block_tables_stride;
   int64_t num_seqs;
+  int64_t num_tokens; /* of query and out */
 } ps_attention_rows;
 
 /* Causal attention of each row's tokens over its whole context. window 0: no window; soft_cap 0: none.

@@ -67,6 +67,7 @@ class _AttentionRows(ctypes.Structure):
         ("block_tables", ctypes.c_void_p),
         ("block_tables_stride", ctypes.c_int64),
         ("num_seqs", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
     )
 
 
@@ -150,6 +151,13 @@ def _fail(name: str, status: int) -> None:
     if status == _UNSUPPORTED:
         raise ConfigError(message)
     raise ValueError(message)
+
+
+def describe() -> str:
+    """One line for people: the instruction set and the threads, or that there are no native kernels."""
+    if not available():
+        return "none (torch reference ops)"
+    return f"{isa()}, {num_threads()} threads (can run: {', '.join(available_isas())})"
 
 
 def available_isas() -> list[str]:
@@ -351,15 +359,18 @@ def paged_attention(
     num_seqs = seq_lens.shape[0]
     _same(query_start_loc.shape, (num_seqs + 1,), "query_start_loc")
     _same(block_tables.shape[:1], (num_seqs,), "block_tables' first dimension")
-    if num_seqs and int(query_start_loc[-1]) > num_tokens:
-        raise ValueError(f"query_start_loc ends at {int(query_start_loc[-1])}, query has {num_tokens} tokens")
     if out is None:
         out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
     _rows(out, "out", 3)
     _same(out.shape, tuple(query.shape), "out")
     struct = _kv_struct(kv_cache, head_dim)
     rows = _AttentionRows(
-        query_start_loc.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), num_seqs
+        query_start_loc.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        num_seqs,
+        num_tokens,
     )
     call(
         "ps_paged_attention", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads,
