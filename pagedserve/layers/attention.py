@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +29,9 @@ class PagedAttention:
         self._width = num_heads * head_dim
         self.head_dim = head_dim
 
-    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, qkv: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] as [num_tokens, heads, head_dim] each."""
-        return qkv.view(qkv.shape[0], -1, self.head_dim).split(self._split, dim=1)
+        return qkv.view(qkv.shape[0], -1, self.head_dim).split_with_sizes(self._split, 1)
 
     def __call__(
         self,

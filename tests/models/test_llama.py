@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagedserve.errors import ConfigError, ModelLoadError
+from pagedserve.kernels import native
 from pagedserve.models.hf_config import resolve_max_model_len
 from pagedserve.models.llama import LlamaConfig
 from tests.helpers.checkpoints import llama_config, tiny_llama
@@ -76,6 +77,14 @@ def test_logits_equal_transformers_at_every_position_and_chunk_size(tmp_path: Pa
     for chunk in (1, 7, 16):
         found = PagedModel(folder, seed=chunk).logits(PROMPT, chunk=chunk)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not native.available(), reason="the native CPU library is not built")
+@pytest.mark.parametrize("name", ["plain", "head_dim", "one kv head", "biases", "gelu", "mistral with a window"])
+def test_native_kernels_give_the_same_logits(tmp_path: Path, name: str) -> None:
+    folder = tiny_llama(tmp_path, tokenizer=False, **VARIANTS[name])
+    found = PagedModel(folder, backend="cpu").logits(PROMPT, chunk=16)
+    torch.testing.assert_close(found, reference_logits(folder, PROMPT), atol=1e-4, rtol=1e-4)
 
 
 LONG_VARIANTS: dict[str, dict[str, Any]] = {

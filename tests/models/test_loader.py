@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pagedserve.errors import ModelLoadError
+from pagedserve.gguf_file import GGUFFile
 from pagedserve.models import ARCHITECTURES, model_class
-from tests.helpers.checkpoints import llama_config, random_tensors, tiny_llama, write_checkpoint
+from tests.helpers.checkpoints import llama_config, llama_shapes, random_tensors, tiny_llama, write_checkpoint
 from tests.helpers.dense_weights import DenseMethod
-from tests.helpers.gguf_files import write_llama_gguf
+from tests.helpers.gguf_files import gguf_name, random_blocks, write_llama_gguf
 from tests.helpers.paged_model import PagedModel
 
 PROMPT = [(37 * i * i + 11 * i + 5) % 320 for i in range(25)]
@@ -26,9 +31,9 @@ def logits_of(path: Path, **options: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def reference_logits(folder: Path) -> torch.Tensor:
+def reference_logits(folder: Path, token_ids: list[int] = PROMPT) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    return model(torch.tensor([PROMPT])).logits[0]
+    return model(torch.tensor([token_ids])).logits[0]
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -148,8 +153,6 @@ def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = tiny_llama(tmp_path, tokenizer=False, num_shards=2)
     first, second = sorted(folder.glob("*.safetensors"))
     tensors = load_file(first)
@@ -160,8 +163,6 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
 
 
 def test_integer_codes_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = tiny_llama(tmp_path, tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -191,9 +192,6 @@ def test_every_architecture_of_the_table_imports(name: str) -> None:
 
 def gguf_and_truth(tmp_path: Path, quant: str, **changes: Any) -> tuple[Path, Path]:
     """A GGUF file, and a folder with the same weights dequantised to fp32, for transformers."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
     config = llama_config(**changes)
     tensors = random_tensors(config)
     path = write_llama_gguf(tmp_path / f"{quant}.gguf", config, tensors, quant=quant)
@@ -228,6 +226,39 @@ def test_gguf_rope_factors_are_applied(tmp_path: Path) -> None:
     inv_freq = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq.numpy()
     path = write_llama_gguf(tmp_path / "model.gguf", config, tensors, rope_freqs=plain / inv_freq)
     same(logits_of(path), reference_logits(folder))
+
+
+@pytest.mark.parametrize("quants", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q8_0", "F16")])
+def test_gguf_with_types_that_differ_within_a_layer(tmp_path: Path, quants: tuple[str, str]) -> None:
+    """As Q4_K_M and its like do: value and down projections, and the head, get more bits than the rest."""
+    config = llama_config(hidden_size=256, intermediate_size=512, vocab_size=64)
+    truth = {}
+    path = tmp_path / "model.gguf"
+
+    def store(writer: GGUFWriter) -> None:
+        for seed, (name, shape) in enumerate(llama_shapes(config).items()):
+            if len(shape) == 1:
+                # Random blocks have large values: small norms keep attention from saturating.
+                value = np.full(shape, 0.02, np.float32)
+                writer.add_tensor(gguf_name(name), value)
+            else:
+                quant = quants[1] if any(part in name for part in ("v_proj", "down_proj", "lm_head")) else quants[0]
+                kind = GGMLQuantizationType[quant]
+                rows = random_blocks(quant, *shape, seed)
+                typed = rows.view(np.float16) if quant == "F16" else rows
+                writer.add_tensor(gguf_name(name), typed, raw_dtype=kind)
+                value = dequantize(typed, kind).astype(np.float32)
+            truth[name] = value
+
+    write_llama_gguf(path, config, {}, metadata=store)
+    file = GGUFFile(path)
+    for name in truth:
+        if (rows := file.row_permutation(name)) is not None:
+            truth[name] = truth[name][rows]
+    folder = write_checkpoint(tmp_path / "folder", config, truth, tokenizer=False)
+    expected = reference_logits(folder, [token_id % 64 for token_id in PROMPT])
+    found = PagedModel(path).logits([token_id % 64 for token_id in PROMPT], chunk=9)
+    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-4, rtol=1e-4)
 
 
 def test_gguf_without_a_tensor_is_refused(tmp_path: Path) -> None:
