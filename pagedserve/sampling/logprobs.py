@@ -26,17 +26,36 @@ def token_logprobs(
     """One entry a row: the chosen token first, then exactly `num_top` (at most the vocabulary) tokens, best first."""
     vocab_size = log_probs.shape[1]
     chosen = log_probs.gather(1, token_ids.unsqueeze(1))
-    ranks = (1 + (log_probs > chosen).sum(dim=-1)).tolist()
-    ids = token_ids.tolist()
-    values = _finite(chosen.squeeze(1)).tolist()
-    result = [TokenLogprobs(token_ids=[i], logprobs=[v], rank=r) for i, v, r in zip(ids, values, ranks, strict=True)]
-    for width in {_width(k, vocab_size) for k in num_top if k > 0}:
-        rows = [i for i, k in enumerate(num_top) if k > 0 and _width(k, vocab_size) == width]
-        top_values, top_ids = _ranked(log_probs[rows] if len(rows) < len(num_top) else log_probs, width)
-        for i, row_values, row_ids in zip(rows, _finite(top_values).tolist(), top_ids.tolist(), strict=True):
-            result[i].token_ids += row_ids[: num_top[i]]
-            result[i].logprobs += row_values[: num_top[i]]
-    return result
+    ids, values = token_ids.tolist(), _finite(chosen.squeeze(1)).tolist()
+    widths = [_width(k, vocab_size) for k in num_top]
+    result: list[TokenLogprobs | None] = [None] * len(ids)
+    for width in set(widths):
+        rows = [i for i, w in enumerate(widths) if w == width]
+        part, part_chosen = take_rows(log_probs, rows), take_rows(chosen, rows)
+        top_values, top_ids = _ranked(part, width)
+        ranks = _ranks(part, part_chosen, top_values)
+        top_values, top_ids = _finite(top_values).tolist(), top_ids.tolist()
+        for i, rank, row_values, row_ids in zip(rows, ranks, top_values, top_ids, strict=True):
+            result[i] = TokenLogprobs(
+                token_ids=[ids[i], *row_ids[: num_top[i]]],
+                logprobs=[values[i], *row_values[: num_top[i]]],
+                rank=rank,
+            )
+    return [entry for entry in result if entry is not None]
+
+
+def take_rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """`values[rows]` for ascending `rows`, without a copy where they are all."""
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _ranks(log_probs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tensor) -> list[int]:
+    """1 + how many tokens are likelier than the chosen one; the whole row is read only where the list is too short."""
+    ranks = 1 + (top_values > chosen).sum(dim=-1)
+    beyond = (chosen < top_values[:, -1:]).squeeze(1).nonzero().flatten()
+    if len(beyond):
+        ranks[beyond] = 1 + (log_probs[beyond] > chosen[beyond]).sum(dim=-1)
+    return ranks.tolist()
 
 
 def best_tokens(log_probs: torch.Tensor, num_best: int) -> list[tuple[int, float]]:

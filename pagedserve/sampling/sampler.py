@@ -9,7 +9,7 @@ import torch
 
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory
 from pagedserve.sampling.logits import sanitize
-from pagedserve.sampling.logprobs import best_tokens, chosen_logprobs, token_logprobs
+from pagedserve.sampling.logprobs import best_tokens, chosen_logprobs, take_rows, token_logprobs
 from pagedserve.step import TokenLogprobs
 
 UNUSABLE_LOGITS = "the model's output is not a number for every token"
@@ -51,7 +51,7 @@ class Sampler:
         `vocab_size`."""
         logits = logits[:, : self.vocab_size]
         errors = dict.fromkeys(sanitize(logits), UNUSABLE_LOGITS)
-        raw = torch.log_softmax(logits[batch.logprobs], dim=-1) if batch.logprobs else None
+        raw = torch.log_softmax(take_rows(logits, batch.logprobs), dim=-1) if batch.logprobs else None
         if batch.beam:
             # transformers' beam search applies its processors to log-probabilities; so do we.
             logits[batch.beam] = torch.log_softmax(logits[batch.beam], dim=-1)
@@ -95,7 +95,7 @@ class Sampler:
         if not asked:
             return
         num_top = [batch.states[batch.logprobs[place]].params.logprobs or 0 for place in asked]
-        entries = token_logprobs(raw[asked], chosen[asked], num_top)
+        entries = token_logprobs(take_rows(raw, asked), take_rows(chosen, asked), num_top)
         for place, entry in zip(asked, entries, strict=True):
             output.top_logprobs[batch.logprobs[place]] = entry
 
