@@ -52,7 +52,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Applies a step's differences in the order that SchedulerOutput documents, then computes what it schedules."""
-        # Rows are bookkeeping and do not look at the pools, so they may come first: they are right even if a copy fails.
+        # Rows are bookkeeping that does not look at the pools: first, so that they are right even if a copy fails.
         self._rows.apply(output)
         swap_seconds = self._storage.execute(output.block_ops)
         if not output.seq_ids:

@@ -1,0 +1,186 @@
+"""Worker: one device, from settings and files to executed steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pagedserve import quantization
+from pagedserve.attention import AttentionBackend, select
+from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedserve.errors import ConfigError
+from pagedserve.log import get_logger
+from pagedserve.model_files import ModelFiles
+from pagedserve.models.hf_config import resolve_max_model_len
+from pagedserve.models.loader import load_model, parse_config
+from pagedserve.sampling.sampler import Sampler
+from pagedserve.sampling_params import SamplingParams
+from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, NewSequence, SchedulerOutput
+from pagedserve.worker.kv_storage import KVStorage
+from pagedserve.worker.memory import free_memory, make_plan, usable_cores
+from pagedserve.worker.model_runner import ModelRunner
+from pagedserve.worker.rows import Rows
+
+logger = get_logger(__name__)
+
+
+class Worker:
+    """Called in this order: load_model, plan_memory, allocate, then execute once a step.
+
+    `vocab_limit` is the number of ids that the tokenizer can decode, where that is less than the model's vocabulary.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        files: ModelFiles,
+        progress: Callable[[str], None],
+        *,
+        vocab_limit: int | None = None,
+    ) -> None:
+        self._model_config = model
+        self._cache = cache
+        self._scheduler = scheduler
+        self._files = files
+        self._progress = progress
+        self._vocab_limit = vocab_limit
+        self._device = _device(model.device)
+        self._dtype = _dtype(model.dtype, self._device, files)
+        self._kv_dtype = self._dtype if cache.kv_cache_dtype == "auto" else getattr(torch, cache.kv_cache_dtype)
+        self._model: Any = None
+        self._attention: AttentionBackend | None = None
+        self._runner: ModelRunner | None = None
+        self._max_model_len = 0
+
+    def load_model(self) -> None:
+        """Chooses the attention backend and reads the weights. Raises ModelLoadError or ConfigError."""
+        settings = self._model_config
+        if self._device.type == "cpu":
+            torch.set_num_threads(settings.num_threads or usable_cores())
+        config = parse_config(self._files)
+        self._max_model_len = resolve_max_model_len(config.max_model_len, settings.max_model_len)
+        spec = config.attention_spec(
+            block_size=self._cache.block_size,
+            dtype=self._dtype,
+            kv_cache_dtype=self._kv_dtype,
+            device=self._device,
+        )
+        self._attention = select(spec, settings.attention_backend)(spec)
+        self._model = load_model(
+            self._files,
+            config,
+            attention=self._attention,
+            quant=quantization.select(settings.weights_dtype, self._device),
+            dtype=self._dtype,
+            device=self._device,
+            max_model_len=self._max_model_len,
+            dummy_seed=settings.seed if settings.load_format == "dummy" else None,
+        )
+        logger.info("%s on %s in %s, attention: %s", self._files.name, self._device, self._dtype, self._attention.name)
+
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and output together."""
+        return self._max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the model's logits."""
+        return self._model.vocab_size
+
+    def plan_memory(self) -> MemoryPlan:
+        """Sizes of both pools from what is free now, after the weights. Raises ConfigError when nothing useful fits."""
+        return make_plan(
+            cache=self._cache,
+            spec=self._kv_cache_spec(),
+            weights_bytes=self._model.weights_bytes,
+            free_bytes=free_memory(self._device),
+            free_host_bytes=free_memory(torch.device("cpu")),
+            max_num_seqs=self._scheduler.max_num_seqs,
+            max_model_len=self._max_model_len,
+            on_cpu=self._device.type == "cpu",
+        )
+
+    def allocate(self, plan: MemoryPlan) -> None:
+        """Makes the pools of `plan` and runs one step, so that what cannot run fails now and not in a request."""
+        assert self._attention is not None, "load_model comes first"
+        storage = KVStorage(
+            num_device_blocks=plan.num_device_blocks,
+            num_host_blocks=plan.num_host_blocks,
+            num_layers=plan.spec.num_layers,
+            layer_block_shape=self._attention.layer_block_shape,
+            dtype=self._kv_dtype,
+            device=self._device,
+        )
+        self._runner = ModelRunner(
+            self._model,
+            attention=self._attention,
+            storage=storage,
+            rows=Rows(self._scheduler.max_num_seqs, plan.spec.block_size),
+            sampler=Sampler(self._model.vocab_size, self._vocab_limit),
+            device=self._device,
+        )
+        self._progress("warming up")
+        for step in _warm_up_steps():
+            self._runner.execute(step)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step."""
+        assert self._runner is not None, "allocate comes first"
+        return self._runner.execute(output)
+
+    def shutdown(self) -> None:
+        """Lets go of weights and pools; safe to call twice."""
+        self._runner = self._model = self._attention = None
+
+    def _kv_cache_spec(self) -> KVCacheSpec:
+        assert self._attention is not None, "load_model comes first"
+        layer_bytes = math.prod(self._attention.layer_block_shape) * self._kv_dtype.itemsize
+        return KVCacheSpec(
+            num_layers=self._model.num_layers,
+            num_kv_heads=self._model.num_kv_heads,
+            head_dim=self._model.head_dim,
+            block_size=self._cache.block_size,
+            dtype=str(self._kv_dtype).removeprefix("torch."),
+            bytes_per_block=self._model.num_layers * layer_bytes,
+        )
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def _dtype(name: str, device: torch.device, files: ModelFiles) -> torch.dtype:
+    """The type of activations: by default float32 on CPUs (exact, and what their kernels take), on GPUs the half
+    precision that the model was trained in."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cpu":
+        return torch.float32
+    stored = files.config.get("dtype", files.config.get("torch_dtype"))
+    return torch.float16 if stored == "float16" else torch.bfloat16
+
+
+def _warm_up_steps() -> list[SchedulerOutput]:
+    """One token of a sequence that no scheduler sent, in a block that is still free; then the sequence is gone."""
+    sequence = NewSequence(
+        seq_id=-1,
+        token_ids=[0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=[0],
+        sampling_params=SamplingParams(temperature=0.0),
+        seed=0,
+        choice_index=0,
+    )
+    compute = SchedulerOutput(
+        step_id=-1, new=[sequence], seq_ids=[-1], num_scheduled=[1], num_computed=[0], new_block_ids=[[]]
+    )
+    return [compute, SchedulerOutput(step_id=-1, released=[-1])]
