@@ -47,7 +47,7 @@ class RopeConfig:
         kind = settings.get("rope_type") or settings.get("type") or "default"
         if kind not in INV_FREQ_RULES:
             raise ModelLoadError(f"rope_type {kind!r} is not supported; known: {', '.join(INV_FREQ_RULES)}")
-        fields = {**config, **settings}
+        fields = {**config, **{name: value for name, value in settings.items() if value is not None}}
         theta = _number(fields, "rope_theta", 10000.0)
         rotary_dim = int(head_dim * _number(fields, "partial_rotary_factor", 1.0))
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:

@@ -43,9 +43,13 @@ class WeightSource(ABC):
     def dense(self, name: str) -> torch.Tensor:
         """The tensor as floats, in the type of the file where that is a float type. Not to be written to."""
 
-    def packed(self, name: str) -> tuple[str, np.ndarray] | None:
-        """GGML type and rows, uint8 [out_features, bytes_per_row], of a block-quantised matrix; None for floats."""
-        return None
+    def is_packed(self, name: str) -> bool:
+        """Whether the tensor is a block-quantised matrix that `rows` gives as it is."""
+        return False
+
+    def rows(self, name: str) -> tuple[str, np.ndarray]:
+        """GGML type and rows, uint8 [out_features, bytes_per_row], of a matrix in a GGUF file. Not to be written to."""
+        raise ModelLoadError(f"tensor {name} is not in a GGUF file")
 
 
 class FileSource(WeightSource):
@@ -137,9 +141,12 @@ class GGUFSource(FileSource):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).view(dtype).reshape(self.shape(name))
 
-    def packed(self, name: str) -> tuple[str, np.ndarray] | None:
+    def is_packed(self, name: str) -> bool:
+        return self._file.quant_type(name).name not in _GGUF_FLOATS
+
+    def rows(self, name: str) -> tuple[str, np.ndarray]:
         quant, rows = self._file.quantized(name)
-        return None if quant.name in _GGUF_FLOATS else (quant.name, rows)
+        return quant.name, rows
 
 
 class DummySource(WeightSource):

@@ -17,7 +17,7 @@ from pagedserve.models.sources import WeightSource
 from pagedserve.quantization.method import LinearWeight, QuantMethod
 
 # Tensors that old exporters wrote although they follow from the config.
-_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.bias", "attn.masked_bias")
+_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _MAX_NAMED = 8
 
 
@@ -75,10 +75,9 @@ class Weights:
         head_weight = self._matrix([embedding if shared else head], hidden_size, self._quant.for_head())
         if shared and self._device.type != "cpu":
             return SharedEmbedding(head_weight, self._dtype), Linear(head_weight)
-        packed = self._source.packed(embedding) if self._device.type == "cpu" else None
         lookup: Embedding
-        if packed is not None:
-            lookup = PackedEmbedding(*packed, self._dtype)
+        if self._device.type == "cpu" and self._source.is_packed(embedding):
+            lookup = PackedEmbedding(*self._source.rows(embedding), self._dtype)
         else:
             lookup = DenseEmbedding(self._source.dense(embedding).to(self._device), self._dtype)
         self.nbytes += lookup.nbytes
@@ -88,9 +87,8 @@ class Weights:
         """ModelLoadError for tensors that nobody asked for: the model is not what the config says."""
         extra = [n for n in self._source.names() if n not in self._taken and not n.endswith(_DERIVED)]
         if extra:
-            named = ", ".join(extra[:_MAX_NAMED]) + (
-                f" and {len(extra) - _MAX_NAMED} more" if len(extra) > _MAX_NAMED else ""
-            )
+            more = f" and {len(extra) - _MAX_NAMED} more" if len(extra) > _MAX_NAMED else ""
+            named = ", ".join(extra[:_MAX_NAMED]) + more
             raise ModelLoadError(f"the checkpoint holds tensors that this architecture does not have: {named}")
 
     def _take(self, name: str, shape: tuple[int, ...]) -> None:
@@ -103,10 +101,9 @@ class Weights:
         return torch.equal(self._source.dense(first), self._source.dense(second))
 
     def _matrix(self, names: Sequence[str], in_features: int, quant: QuantMethod) -> LinearWeight:
-        packed = [self._source.packed(name) for name in names]
-        found = [p for p in packed if p is not None]
-        if len(found) == len(names):
-            weight = quant.from_gguf([kind for kind, _ in found], [rows for _, rows in found], in_features)
+        if any(self._source.is_packed(name) for name in names):
+            kinds, rows = zip(*(self._source.rows(name) for name in names), strict=True)
+            weight = quant.from_gguf(kinds, rows, in_features)
         else:
             weight = quant.from_dense([self._source.dense(name) for name in names])
         self.nbytes += weight.nbytes

@@ -109,6 +109,12 @@ def test_angles_equal_transformers_and_the_length_is_derived(name: str) -> None:
     torch.testing.assert_close(found[:, half:], sin[0, :, :half], atol=2e-6, rtol=0)
 
 
+def test_null_means_absent() -> None:
+    settings = {"rope_type": None, "rope_theta": None, "partial_rotary_factor": None}
+    rope = rope_of({"max_position_embeddings": 64, "rope_theta": 1e6, "rope_scaling": settings})
+    assert (rope.kind, rope.theta, rope.rotary_dim) == ("default", 1e6, HEAD_DIM)
+
+
 def test_dynamic_angles_are_those_of_the_step_at_which_a_position_was_last() -> None:
     fields = {"max_position_embeddings": ORIGINAL_LEN, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
     rope = rope_of(fields)
