@@ -207,9 +207,9 @@ class CompiledTemplate:
         self.content_format = _content_format(tree)
         self.knows_developer = "developer" in source
 
-    def render(self, variables: Mapping[str, Any], *, max_seconds: float = MAX_SECONDS) -> str:
+    def render(self, variables: Mapping[str, Any]) -> str:
         """The text; RequestError carries the template's message where it raises, or names the limit."""
-        token = _budget.set(_Budget(max_seconds))
+        token = _budget.set(_Budget(MAX_SECONDS))
         try:
             return self._join(self._template.generate(variables))
         except RequestError:
