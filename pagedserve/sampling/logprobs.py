@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pagedserve.step import TokenLogprobs
@@ -27,10 +29,8 @@ def token_logprobs(
     vocab_size = log_probs.shape[1]
     chosen = log_probs.gather(1, token_ids.unsqueeze(1))
     ids, values = token_ids.tolist(), _finite(chosen.squeeze(1)).tolist()
-    widths = [_width(k, vocab_size) for k in num_top]
     result: list[TokenLogprobs | None] = [None] * len(ids)
-    for width in set(widths):
-        rows = [i for i, w in enumerate(widths) if w == width]
+    for width, rows in _by_width(num_top, vocab_size):
         part, part_chosen = take_rows(log_probs, rows), take_rows(chosen, rows)
         top_values, top_ids = _ranked(part, width)
         ranks = _ranks(part, part_chosen, top_values)
@@ -58,15 +58,25 @@ def _ranks(log_probs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tens
     return ranks.tolist()
 
 
-def best_tokens(log_probs: torch.Tensor, num_best: int) -> list[tuple[int, float]]:
-    """The `num_best` possible tokens of `log_probs` [vocab_size] as (id, logprob), best first; equal ones by id."""
-    values, ids = _ranked(log_probs.unsqueeze(0), _width(num_best, len(log_probs)))
-    pairs = zip(ids[0].tolist(), values[0].tolist(), strict=True)
-    return [(i, v) for i, v in pairs if v > -torch.inf][:num_best]
+def best_tokens(log_probs: torch.Tensor, num_best: list[int]) -> list[list[tuple[int, float]]]:
+    """For each row of `log_probs` [n, vocab_size], its `num_best` [n] possible tokens as (id, logprob), best first;
+    equal ones by id."""
+    result: list[list[tuple[int, float]]] = [[] for _ in num_best]
+    for width, rows in _by_width(num_best, log_probs.shape[1]):
+        values, ids = _ranked(take_rows(log_probs, rows), width)
+        for i, row_values, row_ids in zip(rows, values.tolist(), ids.tolist(), strict=True):
+            pairs = zip(row_ids[: num_best[i]], row_values, strict=False)
+            result[i] = [(token_id, value) for token_id, value in pairs if value > -math.inf]
+    return result
 
 
-def _width(num_top: int, vocab_size: int) -> int:
-    return next((w for w in _WIDTHS if num_top <= w and w < vocab_size), vocab_size)
+def _by_width(num_top: list[int], vocab_size: int) -> list[tuple[int, list[int]]]:
+    """The rows that rank the same number of tokens, by that number."""
+    groups: dict[int, list[int]] = {}
+    for i, k in enumerate(num_top):
+        width = next((w for w in _WIDTHS if k <= w and w < vocab_size), vocab_size)
+        groups.setdefault(width, []).append(i)
+    return list(groups.items())
 
 
 def _ranked(log_probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

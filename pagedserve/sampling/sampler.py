@@ -54,7 +54,7 @@ class Sampler:
         raw = torch.log_softmax(take_rows(logits, batch.logprobs), dim=-1) if batch.logprobs else None
         if batch.beam:
             # transformers' beam search applies its processors to log-probabilities; so do we.
-            logits[batch.beam] = torch.log_softmax(logits[batch.beam], dim=-1)
+            logits[batch.beam] = torch.log_softmax(take_rows(logits, batch.beam), dim=-1)
         for processor in batch.processors:
             processor.apply(logits, history)
         if batch.processors:
@@ -65,12 +65,13 @@ class Sampler:
         output = SamplerOutput(token_ids=tokens.cpu().numpy(), logprobs=[0.0] * len(batch.states), errors=errors)
         if raw is not None:
             self._report(raw, tokens, batch, output)
-        for i in batch.beam:
-            if i not in errors:
-                output.candidates[i] = best_tokens(logits[i], batch.states[i].num_candidates)
+        if batch.beam:
+            best = best_tokens(take_rows(logits, batch.beam), [batch.states[i].num_candidates for i in batch.beam])
+            output.candidates.update(zip(batch.beam, best, strict=True))
         for i in errors:
             output.token_ids[i] = -1
             output.top_logprobs.pop(i, None)
+            output.candidates.pop(i, None)
         return output
 
     def _tokens(self, logits: torch.Tensor, batch: SamplingBatch, history: TokenHistory) -> torch.Tensor:

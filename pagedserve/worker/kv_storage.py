@@ -37,26 +37,22 @@ class KVStorage:
         shape = (num_layers, *layer_block_shape)
         self.device_pool = _pool((num_device_blocks, *shape), dtype, device)
         self.host_pool = _pool((num_host_blocks, *shape), dtype, torch.device("cpu"), pin_for=device)
-        # One view a layer, made once: [num_blocks, *layer_block_shape].
-        self.layers = list(self.device_pool.unbind(1))
 
     def execute(self, block_ops: BlockOps) -> float:
         """Runs the copies in their documented order and returns the seconds that the swaps took."""
-        started = time.perf_counter()
-        self._swap(self.device_pool, self.host_pool, block_ops.swap_out)
-        swapped_out = time.perf_counter()
+        seconds = self._swap(self.device_pool, self.host_pool, block_ops.swap_out)
         if block_ops.copy:
             ops.copy_blocks(self.device_pool, _pairs(block_ops.copy, self.device_pool, self.device_pool))
-        copied = time.perf_counter()
-        self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
-        return (swapped_out - started) + (time.perf_counter() - copied)
+        return seconds + self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
 
-    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> float:
         if not pairs:
-            return
+            return 0.0
+        started = time.perf_counter()
         ops.swap_blocks(source, target, _pairs(pairs, source, target))
         if self.device_pool.is_cuda:
             torch.cuda.synchronize(self.device_pool.device)  # so that what is measured is the copy
+        return time.perf_counter() - started
 
 
 def _pairs(pairs: list[tuple[int, int]], source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pagedserve import quantization
 from pagedserve.attention import AttentionBackend, select
 from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedserve.errors import ConfigError
+from pagedserve.kernels import native
 from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.models.hf_config import resolve_max_model_len
@@ -61,7 +62,7 @@ class Worker:
         """Chooses the attention backend and reads the weights. Raises ModelLoadError or ConfigError."""
         settings = self._model_config
         if self._device.type == "cpu":
-            torch.set_num_threads(settings.num_threads or usable_cores())
+            _use_threads(settings.num_threads or usable_cores())
         config = parse_config(self._files)
         self._max_model_len = resolve_max_model_len(config.max_model_len, settings.max_model_len)
         spec = config.attention_spec(
@@ -148,6 +149,13 @@ class Worker:
             dtype=str(self._kv_dtype).removeprefix("torch."),
             bytes_per_block=self._model.num_layers * layer_bytes,
         )
+
+
+def _use_threads(count: int) -> None:
+    """One number for both pools of threads of this process, torch's and the native kernels'."""
+    torch.set_num_threads(count)
+    if native.available():
+        native.set_num_threads(count)
 
 
 def _device(name: str) -> torch.device:

@@ -53,6 +53,13 @@ def test_impossible_tokens_have_a_finite_logprob() -> None:
 
 
 def test_best_tokens_leaves_impossible_ones_out() -> None:
-    log_probs = torch.tensor([-1.0, -torch.inf, -0.5, -1.0, -torch.inf])
-    assert best_tokens(log_probs, 4) == [(2, -0.5), (0, -1.0), (3, -1.0)]
-    assert best_tokens(log_probs, 2) == [(2, -0.5), (0, -1.0)]
+    row = torch.tensor([-1.0, -torch.inf, -0.5, -1.0, -torch.inf])
+    expected = [(2, -0.5), (0, -1.0), (3, -1.0)]
+    assert best_tokens(torch.stack([row, row]), [4, 2]) == [expected, expected[:2]]
+
+
+def test_best_tokens_of_several_widths() -> None:
+    log_probs = torch.log_softmax(torch.stack([random_logits(500, s) for s in range(3)]), dim=-1)
+    for row, found, count in zip(log_probs, best_tokens(log_probs, [4, 100, 8]), [4, 100, 8], strict=True):
+        best = row.topk(count)
+        assert found == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))

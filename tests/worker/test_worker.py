@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedserve.errors import ConfigError
+from pagedserve.kernels import native
 from pagedserve.model_files import resolve
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import NewSequence, SchedulerOutput
@@ -27,10 +29,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def keep_threads() -> Any:
+def keep_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    if native.available():
+        native.set_num_threads(before)
 
 
 def make_worker(checkpoint: Path, cache: dict | None = None, **model: Any) -> Worker:
@@ -170,6 +174,7 @@ def test_what_is_not_there_is_refused(checkpoint: Path) -> None:
 def test_threads_as_asked(checkpoint: Path) -> None:
     make_worker(checkpoint, num_threads=2)
     assert torch.get_num_threads() == 2
+    assert not native.available() or native.num_threads() == 2
 
 
 def test_shutdown_twice(checkpoint: Path) -> None:
