@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import pagedserve
@@ -41,9 +42,20 @@ SIGNATURES: dict[str, str] = {
     "ps_write_kv": "pplplpl",
     "ps_paged_attention": "plpllppflf",
     "ps_copy_blocks": "plpllpl",
+    "ps_linear_pack": "pllpli",
+    "ps_linear_pack_ggml": "pllpli",
+    "ps_linear_rows": "plppl",
+    "ps_linear": "plpllpppl",
 }
 
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DENSE_DTYPES = _KV_DTYPES
+LINEAR_FORMATS = {
+    name: number
+    for number, name in enumerate(
+        ("float32", "bfloat16", "float16", "int8", "int8_g16", "int8_min", "int4_sym", "int4", "int4_f32")
+    )
+}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
 _UNSUPPORTED, _OUT_OF_MEMORY = 2, 3
 
@@ -71,6 +83,15 @@ class _AttentionRows(ctypes.Structure):
     )
 
 
+class _LinearWeight(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("out_features", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+    )
+
+
 # ---- the library ------------------------------------------------------------------------------------------
 
 
@@ -91,6 +112,8 @@ def _bind(path: Path) -> ctypes.CDLL:
         raise OSError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}: install again")
     for name in ("ps_last_error", "ps_available_isas", "ps_isa"):
         getattr(lib, name).restype = ctypes.c_char_p
+    lib.ps_linear_packed_bytes.restype = ctypes.c_int64
+    lib.ps_linear_packed_bytes.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     for name, letters in SIGNATURES.items():
         function = getattr(lib, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
@@ -394,3 +417,92 @@ def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Ten
         "ps_copy_blocks", dst_pool.data_ptr(), dst_pool.shape[0], src_pool.data_ptr(), src_pool.shape[0],
         block_bytes, pairs.contiguous().data_ptr(), pairs.shape[0],
     )  # fmt: skip
+
+
+# ---- packed linear weights ----------------------------------------------------------------------------------
+
+
+class PackedMatrix:
+    """A matrix [out_features, in_features] in one of LINEAR_FORMATS, in the layout of csrc/cpu/linear_format.h.
+
+    Starts as zeros; `pack` and `pack_ggml` fill rows. `data` is all of it, `address` its ps_linear_weight.
+    """
+
+    def __init__(self, fmt: str, out_features: int, in_features: int) -> None:
+        num_bytes = _loaded().ps_linear_packed_bytes(LINEAR_FORMATS[fmt], out_features, in_features)
+        if num_bytes == 0:
+            raise ValueError(_loaded().ps_last_error().decode())
+        self.format = fmt
+        self.out_features = out_features
+        self.in_features = in_features
+        self.data = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._struct = _LinearWeight(self.data.data_ptr(), out_features, in_features, LINEAR_FORMATS[fmt])
+        self.address = ctypes.addressof(self._struct)
+
+    def pack(self, first_row: int, rows: torch.Tensor) -> None:
+        """Fills rows from `first_row` with dense ones, fp32, bf16 or fp16 [num_rows, in_features]."""
+        if rows.dtype not in _DENSE_DTYPES or not rows.is_cpu:
+            raise TypeError(f"rows must be fp32, bf16 or fp16 on the CPU, they are {rows.dtype} on {rows.device}")
+        _same(rows.shape[1:], (self.in_features,), "rows' last dimension")
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        call(
+            "ps_linear_pack", self.address, first_row, rows.shape[0], rows.data_ptr(), rows.stride(0),
+            _DENSE_DTYPES[rows.dtype],
+        )  # fmt: skip
+
+    def pack_ggml(self, first_row: int, rows: np.ndarray, ggml_type: int) -> None:
+        """Fills rows from `first_row` with uint8 [num_rows, row_bytes] of a GGUF tensor, losslessly."""
+        if rows.dtype != np.uint8 or rows.ndim != 2 or rows.strides[1] != 1:
+            raise ValueError(f"rows must be uint8 [num_rows, row_bytes], they are {rows.dtype} {rows.shape}")
+        if rows.strides[0] != rows.shape[1]:
+            rows = np.ascontiguousarray(rows)
+        call(
+            "ps_linear_pack_ggml", self.address, first_row, rows.shape[0], rows.ctypes.data, rows.shape[1], ggml_type
+        )
+
+
+def linear_format_of_ggml_type(ggml_type: int) -> str | None:
+    """The format that holds a quant type of GGUF files without loss, if there is one."""
+    number = _loaded().ps_linear_format_of_ggml_type(ggml_type)
+    return None if number < 0 else list(LINEAR_FORMATS)[number]
+
+
+def linear(
+    x: torch.Tensor,  # [num_tokens, in_features]
+    weight: PackedMatrix,
+    bias: torch.Tensor | None,  # [out_features]
+    residual: torch.Tensor | None,  # [num_tokens, out_features]
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    _rows(x, "x", 2)
+    num_tokens = x.shape[0]
+    _same(x.shape[1:], (weight.in_features,), "x's last dimension")
+    shape = (num_tokens, weight.out_features)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    _rows(out, "out", 2)
+    _same(out.shape, shape, "out")
+    if bias is not None:
+        _rows(bias, "bias", 1)
+        _same(bias.shape, shape[1:], "bias")
+    if residual is not None:
+        _rows(residual, "residual", 2)
+        _same(residual.shape, shape, "residual")
+    call(
+        "ps_linear", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), num_tokens, weight.address,
+        None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+    )  # fmt: skip
+    return out
+
+
+def linear_rows(weight: PackedMatrix, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    _ints(row_ids, "row_ids", torch.int64, 1)
+    shape = (row_ids.shape[0], weight.in_features)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    _rows(out, "out", 2)
+    _same(out.shape, shape, "out")
+    call("ps_linear_rows", out.data_ptr(), out.stride(0), weight.address, row_ids.data_ptr(), row_ids.shape[0])
+    return out

@@ -96,3 +96,30 @@ def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Ten
     """Copies whole blocks from one pool to another, in order. pools: [num_blocks, ...]; pairs: int64 [n, 2]."""
     on_cpu = src_pool.is_cpu and dst_pool.is_cpu and native.available()
     (native if on_cpu else reference).swap_blocks(src_pool, dst_pool, pairs)
+
+
+def linear(
+    x: torch.Tensor,  # [num_tokens, in_features]
+    weight: torch.Tensor | native.PackedMatrix,  # [out_features, in_features]
+    *,
+    bias: torch.Tensor | None = None,  # [out_features]
+    residual: torch.Tensor | None = None,  # [num_tokens, out_features]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [num_tokens, out_features]
+    """x @ weight.T + bias + residual; `out` may be the residual. Packed weights take fp32 on the CPU.
+
+    With packed weights a row's bits depend neither on the other rows nor on the number of threads.
+    """
+    implementation = native if isinstance(weight, native.PackedMatrix) else reference
+    return implementation.linear(x, weight, bias, residual, out)
+
+
+def linear_rows(
+    weight: torch.Tensor | native.PackedMatrix,  # [out_features, in_features]
+    row_ids: torch.Tensor,  # int64 [num_rows]
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [num_rows, in_features]
+    """Rows of a weight, dequantised: embedding lookup."""
+    implementation = native if isinstance(weight, native.PackedMatrix) else reference
+    return implementation.linear_rows(weight, row_ids, out)

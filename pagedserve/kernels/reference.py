@@ -127,3 +127,31 @@ def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Ten
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     return result if out is None else out.copy_(result)
+
+
+def linear(
+    x: torch.Tensor,  # [num_tokens, in_features]
+    weight: torch.Tensor,  # [out_features, in_features]
+    bias: torch.Tensor | None,  # [out_features]
+    residual: torch.Tensor | None,  # [num_tokens, out_features]
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """The float formats of packed weights; the integer ones pass x through `round_activations` first."""
+    y = F.linear(x, weight, bias)
+    return _into(out, y if residual is None else y + residual)
+
+
+def round_activations(x: torch.Tensor, group: int = 32) -> torch.Tensor:
+    """x as the integer formats see it: per row and group of inputs, rounded to 127ths of the largest magnitude.
+
+    Groups that hold inf or NaN become NaN.
+    """
+    groups = x.float().unflatten(-1, (-1, group))
+    limit = groups.abs().amax(-1, keepdim=True)
+    steps = torch.where(limit > 0, groups * (127 / limit), groups).round()
+    rounded = steps * (limit / 127)
+    return rounded.masked_fill(~groups.isfinite().all(-1, keepdim=True), torch.nan).flatten(-2).to(x.dtype)
+
+
+def linear_rows(weight: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return _into(out, weight[row_ids])
