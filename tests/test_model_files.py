@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pagedserve import catalog
 from pagedserve.errors import ModelLoadError, ModelNotFoundError
 from pagedserve.model_files import INDEX_FILE, resolve
 from tests.helpers.byte_tokenizer import EOS_ID, IM_END_ID
@@ -106,6 +107,18 @@ def test_a_folder_with_a_tokenizer_alone_serves_as_one(tmp_path, config, tensors
     assert resolve(str(folder), require_weights=False).config == {}
     with pytest.raises(ModelNotFoundError, match=r"neither config\.json nor a \.gguf"):
         resolve(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tiny-model", "Tiny-Model"])
+def test_catalog_name(tmp_path, config, tensors, monkeypatch, name):
+    path = write_llama_gguf(tmp_path / "from-catalog.gguf", config, tensors)
+    monkeypatch.setitem(catalog.CATALOG, "tiny-model", None)
+    monkeypatch.setattr(catalog, "fetch", lambda name, **_: path if name == "tiny-model" else None)
+    files = resolve(name)
+    assert (files.name, files.path, files.kind) == ("tiny-model", path, "gguf")
+    monkeypatch.chdir(tmp_path)
+    folder = write_checkpoint(tmp_path / name, config, tensors)
+    assert resolve(name).path.resolve() == folder, "a folder of that name comes first"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class ChatTemplate:
     @property
     def supports_tools(self) -> bool:
         """True where some template puts tools into the prompt."""
-        return any("tools" in compiled.variables for compiled in self._compiled.values())
+        return any(compiled.reads_tools for compiled in self._compiled.values())
 
     def render(
         self,
@@ -130,7 +130,7 @@ class ChatTemplate:
                 else "the model has no chat template: use /v1/completions, or start the server with --chat-template"
             )
         compiled = self._compiled[name]
-        if tools and "tools" not in compiled.variables:
+        if tools and not compiled.reads_tools:
             raise RequestError("the model's chat template does not know tools", param="tools")
         return compiled
 

@@ -18,7 +18,6 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
@@ -196,14 +195,15 @@ class CompiledTemplate:
     """One template and what it expects.
 
     `content_format`: "string" (content is text), "either" (it tests for a list of parts), "parts" (it iterates over
-    content without a test, so text would come out letter by letter). `variables` are the names it reads.
+    content without a test, so text would come out letter by letter).
     """
 
     def __init__(self, source: str):
         environment = _environment()
         tree = environment.parse(source)
         self._template = environment.from_string(source)
-        self.variables = frozenset(find_undeclared_variables(tree))
+        # Not `find_undeclared_variables`: a template may give `tools` a default of its own.
+        self.reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
         self.content_format = _content_format(tree)
         self.knows_developer = "developer" in source
 

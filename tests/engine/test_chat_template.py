@@ -411,6 +411,9 @@ def test_tools_that_the_template_would_drop_are_refused():
         template(CHATML).render(CONVERSATIONS[0], tools=[TOOL])
     assert caught.value.param == "tools"
     assert not template(CHATML).supports_tools
+    with_default = "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools[0].function.name }}"
+    assert template(with_default).supports_tools
+    assert template(with_default).render(CONVERSATIONS[0], tools=[TOOL]) == "add"
 
 
 # -- C106: hostile templates ----------------------------------------------------------------------------------------
