@@ -1,0 +1,129 @@
+// Runs every op under each instruction set of this CPU and compares with the scalar build. Needs no Python, so a
+// cross-compiled library can be checked under an emulator: the scalar build is checked by tests/kernels.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "pagedserve.h"
+
+namespace {
+
+using Floats = std::vector<float>;
+
+// Numbers in [-2, 2), the same on every machine.
+Floats numbers(size_t count, uint32_t seed) {
+  Floats result(count);
+  for (float& x : result) {
+    seed = seed * 1664525u + 1013904223u;
+    x = static_cast<float>(seed >> 8) / (1 << 22) - 2.f;
+  }
+  return result;
+}
+
+void check(int status) {
+  if (status == PS_OK) return;
+  std::printf("status %d: %s\n", status, ps_last_error());
+  std::exit(1);
+}
+
+struct Case {
+  const char* name;
+  Floats (*run)();
+};
+
+Floats rms_norm() {
+  constexpr int64_t kRows = 5, kDim = 103;
+  Floats x = numbers(kRows * kDim, 1), residual = numbers(kRows * kDim, 2), out(kRows * kDim, NAN);
+  const Floats weight = numbers(kDim, 3);
+  check(ps_rms_norm(out.data(), kDim, kDim, x.data(), kDim, kDim, residual.data(), kDim, weight.data(), kRows, 1, kDim,
+                    1e-5f));
+  out.insert(out.end(), residual.begin(), residual.end());
+  return out;
+}
+
+Floats rotary_embedding() {
+  constexpr int64_t kTokens = 3, kHeads = 2, kHeadDim = 24, kRotaryDim = 18;
+  Floats query = numbers(kTokens * kHeads * kHeadDim, 4);
+  const Floats cos_sin = numbers(10 * kRotaryDim, 5);
+  const int64_t positions[] = {9, 0, 4};
+  check(ps_rotary_embedding(positions, query.data(), kHeads * kHeadDim, kHeads, nullptr, 0, 0, cos_sin.data(), 10,
+                            kTokens, kHeadDim, kRotaryDim));
+  return query;
+}
+
+template <int kActivation>
+Floats activation() {
+  constexpr int64_t kRows = 2, kDim = 37;
+  Floats x = numbers(kRows * 2 * kDim, 6), out(kRows * kDim, NAN);
+  x[0] = 100.f;
+  x[1] = -100.f;
+  check(ps_gated_activation(kActivation, out.data(), kDim, x.data(), 2 * kDim, kRows, kDim));
+  return out;
+}
+
+template <int kDtype, int kBlockSize>
+Floats attention() {
+  constexpr int64_t kHeads = 6, kKvHeads = 2, kHeadDim = 40, kSeqLen = 70, kQueryLen = 9;
+  constexpr int64_t kNumBlocks = (kSeqLen + kBlockSize - 1) / kBlockSize;
+  constexpr int64_t kBlockElements = 2 * kKvHeads * kBlockSize * kHeadDim;
+  std::vector<uint8_t> pool(kNumBlocks * kBlockElements * (kDtype == PS_F32 ? 4 : 2), 0xff);
+  const ps_kv_cache kv_cache{pool.data(), kBlockElements, kNumBlocks, kKvHeads, kHeadDim, kBlockSize, kDtype};
+  std::vector<int32_t> table(kNumBlocks);
+  std::vector<int64_t> slots(kSeqLen);
+  for (int64_t i = 0; i < kNumBlocks; ++i) table[i] = static_cast<int32_t>(kNumBlocks - 1 - i);
+  for (int64_t i = 0; i < kSeqLen; ++i) slots[i] = table[i / kBlockSize] * int64_t{kBlockSize} + i % kBlockSize;
+  const Floats key = numbers(kSeqLen * kKvHeads * kHeadDim, 7), value = numbers(kSeqLen * kKvHeads * kHeadDim, 8);
+  check(ps_write_kv(&kv_cache, key.data(), kKvHeads * kHeadDim, value.data(), kKvHeads * kHeadDim, slots.data(),
+                    kSeqLen));
+  const int32_t starts[] = {0, kQueryLen}, seq_lens[] = {kSeqLen};
+  const ps_attention_rows rows{starts, seq_lens, table.data(), kNumBlocks, 1, kQueryLen};
+  const Floats query = numbers(kQueryLen * kHeads * kHeadDim, 9);
+  Floats out(query.size(), NAN);
+  check(ps_paged_attention(out.data(), kHeads * kHeadDim, query.data(), kHeads * kHeadDim, kHeads, &kv_cache, &rows,
+                           0.2f, 50, 3.f));
+  return out;
+}
+
+const Case kCases[] = {
+    {"rms_norm", rms_norm},
+    {"rotary_embedding", rotary_embedding},
+    {"silu", activation<PS_SILU>},
+    {"gelu_tanh", activation<PS_GELU_TANH>},
+    {"gelu_erf", activation<PS_GELU_ERF>},
+    {"attention fp32, blocks of 16", attention<PS_F32, 16>},
+    {"attention bf16, blocks of 16", attention<PS_BF16, 16>},
+    {"attention bf16, blocks of 2", attention<PS_BF16, 2>},
+    {"attention fp16, blocks of 64", attention<PS_F16, 64>},
+};
+
+}  // namespace
+
+int main() {
+  int failures = 0;
+  std::string isas = ps_available_isas();
+  std::vector<Floats> wanted;
+  check(ps_select_isa("scalar"));
+  for (const Case& item : kCases) wanted.push_back(item.run());
+  for (size_t start = 0; start < isas.size();) {
+    const size_t end = std::min(isas.find(',', start), isas.size());
+    const std::string isa = isas.substr(start, end - start);
+    start = end + 1;
+    check(ps_select_isa(isa.c_str()));
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      const Floats found = kCases[i].run();
+      float worst = 0.f;
+      for (size_t j = 0; j < found.size(); ++j) {
+        const float error = std::fabs(found[j] - wanted[i][j]) / (1.f + std::fabs(wanted[i][j]));
+        if (!(error <= worst)) worst = error;  // a NaN counts as worst
+      }
+      const bool good = worst < 1e-5f;
+      failures += !good;
+      std::printf("%-6s %-30s %.1e %s\n", isa.c_str(), kCases[i].name, worst, good ? "ok" : "WRONG");
+    }
+  }
+  return failures == 0 ? 0 : 1;
+}
