@@ -230,7 +230,7 @@ class AsyncLLMEngine:
     def health(self) -> str | None:
         """What is wrong, in one line, or None: not ready yet, dead, or stuck for --health-timeout seconds."""
         if self._client.death is not None:
-            return str(self._client.death)
+            return self._client.death
         if self._ready is None:
             return "the model is still loading"
         seconds = self._client.seconds_without_answer
@@ -247,7 +247,7 @@ class AsyncLLMEngine:
 
     def _check_open(self) -> None:
         if self._client.death is not None:
-            raise self._client.death
+            raise EngineDeadError(self._client.death)
         if self._is_draining or self._ready is None:
             raise EngineDeadError("the server is shutting down" if self._is_draining else "the engine has not started")
 
@@ -262,18 +262,18 @@ class AsyncLLMEngine:
             pass  # the channel's end tells everybody
         except Exception:
             log.exception("a step's outputs could not be processed")
-            self._on_death(EngineDeadError("the engine's outputs could not be processed"))
+            self._on_death("the engine's outputs could not be processed")
             return
         if outputs.stats is not None:
             self.stats = outputs.stats
         if self._metrics is not None:
             self._metrics.record_step(outputs.stats, processed.changed, time.monotonic())
 
-    def _on_death(self, error: EngineDeadError) -> None:
+    def _on_death(self, reason: str) -> None:
         if self._ready is None:
             return
         self.stats = SchedulerStats()
-        for state in self._output.fail_all(error):
+        for state in self._output.fail_all(reason):
             state.notify()
         if self._metrics is not None:
             self._metrics.record_death()

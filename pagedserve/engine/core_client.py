@@ -120,7 +120,7 @@ class ProcessCoreClient:
     and must not raise.
     """
 
-    def __init__(self, on_outputs: Callable[[EngineCoreOutputs], None], on_death: Callable[[EngineDeadError], None]):
+    def __init__(self, on_outputs: Callable[[EngineCoreOutputs], None], on_death: Callable[[str], None]):
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_progress: OnProgress | None = None
@@ -133,7 +133,8 @@ class ProcessCoreClient:
         self._pinger: asyncio.Task[None] | None = None
         self._ping_sent: float | None = None
         self._is_closing = False
-        self.death: EngineDeadError | None = None
+        # Why the core is gone, in one line.
+        self.death: str | None = None
         self.ready: Ready | None = None
 
     @property
@@ -180,7 +181,7 @@ class ProcessCoreClient:
     def send(self, message: ToCore) -> None:
         """Queue a message for the core; EngineDeadError where it is gone."""
         if self.death is not None:
-            raise self.death
+            raise EngineDeadError(self.death)
         if self._channel is None:
             raise EngineDeadError("the engine core is not running")
         try:
@@ -257,13 +258,13 @@ class ProcessCoreClient:
         assert self._closed is not None
         if not self._closed.done():
             self._closed.set_result(None)
-        self.death = EngineDeadError(self._obituary(error))
+        self.death = self._obituary(error)
         if not self._is_closing and self.ready is not None:
             log.error("%s", self.death)
-        self._settle(self.death)
+        self._settle(EngineDeadError(self.death))
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(self.death)
+                answer.set_exception(EngineDeadError(self.death))
         self._calls.clear()
         if not self._is_closing:
             self._on_death(self.death)

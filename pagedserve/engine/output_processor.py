@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pagedserve.engine.core import error_of
 from pagedserve.engine.detokenizer import TextStream
 from pagedserve.engine.tokenizer import Tokenizer
-from pagedserve.errors import PagedServeError
+from pagedserve.errors import EngineDeadError, PagedServeError
 from pagedserve.messages import EngineCoreOutputs, FinishedRequest, StopSequences
 from pagedserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedserve.sampling_params import SamplingParams
@@ -280,12 +280,12 @@ class OutputProcessor:
                 changed[finished.request_id] = state
         return Processed(list(changed.values()), _stop_message(stopped))
 
-    def fail_all(self, error: PagedServeError) -> list[RequestState]:
-        """The core is gone: every request ends with `error`."""
+    def fail_all(self, reason: str) -> list[RequestState]:
+        """The core is gone: every request ends with an EngineDeadError of its own."""
         states, self._states = list(self._states.values()), {}
         now = time.monotonic()
         for state in states:
-            state.fail(error, now)
+            state.fail(EngineDeadError(reason), now)
         return states
 
 
