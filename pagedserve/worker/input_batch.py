@@ -15,6 +15,7 @@ class InputBatch:
     """One step in batch order, as numpy columns. Sequence i owns tokens query_start_loc[i] .. [i + 1] - 1."""
 
     rows: np.ndarray  # int64 [num_seqs]
+    num_tokens: np.ndarray  # int64 [num_seqs], that the row has before this step
     num_computed: np.ndarray  # int64 [num_seqs], before this step
     is_sampled: np.ndarray  # bool [num_seqs]: the step computes all tokens that the row has
     token_ids: np.ndarray  # int64 [num_tokens]
@@ -48,6 +49,7 @@ def gather(rows: Rows, output: SchedulerOutput) -> InputBatch:
         raise ValueError("a step schedules tokens for which its sequence has no block")
     return InputBatch(
         rows=batch_rows,
+        num_tokens=lengths,
         num_computed=starts,
         is_sampled=ends == lengths,
         token_ids=rows.token_ids[token_rows, positions].astype(np.int64),

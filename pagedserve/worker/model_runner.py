@@ -16,13 +16,11 @@ from pagedserve.attention import AttentionBackend
 from pagedserve.layers.attention import ForwardContext
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory
 from pagedserve.sampling.sampler import Sampler
-from pagedserve.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from pagedserve.step import ModelRunnerOutput, SchedulerOutput
 from pagedserve.worker.input_batch import InputBatch, gather
 from pagedserve.worker.kv_storage import KVStorage
+from pagedserve.worker.prompt_logprobs import prompt_logprobs
 from pagedserve.worker.rows import Rows
-
-# Logits computed at a time for prompt logprobs: a long prompt times the vocabulary would not fit anywhere.
-_PROMPT_LOGITS = 2**22
 
 
 class ModelRunner:
@@ -60,9 +58,10 @@ class ModelRunner:
         started = time.perf_counter()
         batch = gather(self._rows, output)
         hidden = self._forward(batch)
-        prompt_logprobs = self._prompt_logprobs(output, batch, hidden)
         result = self._sample(output, batch, hidden)
-        result.prompt_logprobs = prompt_logprobs
+        result.prompt_logprobs = prompt_logprobs(
+            self._rows, output.seq_ids, batch, hidden, self._model.compute_logits, self._sampler
+        )
         # Sampling has brought tokens to the host, so the device is done.
         result.forward_seconds = time.perf_counter() - started
         result.swap_seconds = swap_seconds
@@ -116,39 +115,6 @@ class ModelRunner:
             self._batch = SamplingBatch(states, self._sampler.vocab_size, self._device)
             self._batch_key = key
         return self._batch
-
-    def _prompt_logprobs(
-        self, output: SchedulerOutput, batch: InputBatch, hidden: torch.Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        """For sequences that ask: entries of the prompt positions num_computed + 1 and on that this step tells of.
-
-        A sequence that has output already was told before; it is only being computed again.
-        """
-        if not self._rows.with_prompt_logprobs:
-            return {}
-        result = {}
-        for i, seq_id in enumerate(output.seq_ids):
-            if seq_id not in self._rows.with_prompt_logprobs:
-                continue
-            state, row = self._rows.state_of(seq_id), batch.rows[i]
-            first = int(batch.num_computed[i])
-            # Each computed position tells of the next; the prompt's last one tells of the output.
-            count = min(int(batch.seq_lens[i]), state.num_prompt_tokens - 1) - first
-            if count <= 0 or self._rows.num_tokens[row] > state.num_prompt_tokens:
-                continue
-            states = hidden[batch.query_start_loc[i] :][:count]
-            token_ids = self._tensor(self._rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
-            step = max(1, _PROMPT_LOGITS // self._model.vocab_size)
-            result[seq_id] = [
-                entry
-                for start in range(0, count, step)
-                for entry in self._sampler.score(
-                    self._model.compute_logits(states[start : start + step]),
-                    token_ids[start : start + step],
-                    state.params.prompt_logprobs or 0,
-                )
-            ]
-        return result
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -192,7 +192,7 @@ def test_prompt_logprobs_are_those_of_transformers(
     checkpoint: Path, oracle: AutoModelForCausalLM, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C024: two prompts of 100 and 40 tokens together, any chunk size, in pieces of a few rows."""
-    monkeypatch.setattr("pagedserve.worker.model_runner._PROMPT_LOGITS", 7 * 320)
+    monkeypatch.setattr("pagedserve.worker.prompt_logprobs._PIECE", 7 * 320)
     params = SamplingParams(temperature=0.0, prompt_logprobs=3)
     prompts = [[(17 * i * i + i) % 320 for i in range(100)], PROMPTS[3]]
     driver = Driver(checkpoint)
