@@ -76,7 +76,7 @@ class Worker:
             self._files,
             config,
             attention=self._attention,
-            quant=quantization.select(settings.weights_dtype, self._device),
+            quant=quantization.select(settings.weights_dtype, self._device, self._dtype),
             dtype=self._dtype,
             device=self._device,
             max_model_len=self._max_model_len,
