@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 
 from pagedserve.api.app import build_app
+from pagedserve.api.http_protocol import NoUpgradeProtocol
 from pagedserve.api.state import ApiState
 from pagedserve.config import EngineConfig, ServerConfig
 from pagedserve.engine.async_llm_engine import AsyncLLMEngine
@@ -104,7 +105,7 @@ class _Service:
             uvicorn.Config(
                 build_app(self._state),
                 loop="none",
-                http="httptools",
+                http=NoUpgradeProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

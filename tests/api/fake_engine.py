@@ -1,6 +1,6 @@
 """An engine without a core, for what only the front end decides: errors at chosen moments, hangs, thousands of streams.
 
-It has the real tokenizer and chat template. What it says is in the prompt's last line:
+It has the real tokenizer, chat template and input processor. What it says is in the prompt's last line:
 `say TEXT`, `fail KIND AFTER_TOKENS` (a class of pagedserve.errors), `hang AFTER_TOKENS`; anything else gets "Hello."
 """
 
@@ -13,27 +13,40 @@ from pathlib import Path
 from typing import Any
 
 from pagedserve import errors, model_files
+from pagedserve.config import FrontConfig, SchedulerConfig
 from pagedserve.engine.chat_template import ChatTemplate
+from pagedserve.engine.input_processor import InputProcessor
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedserve.sampling_params import SamplingParams
+from pagedserve.step import KVCacheSpec, MemoryPlan
 from tests.helpers.byte_tokenizer import EOS_ID, byte_ids, write_tokenizer
 
 DEFAULT_ANSWER = "Hello."
 
 
 class FakeEngine:
-    """Same face as AsyncLLMEngine; `live` names requests that somebody still waits for."""
+    """Same face as AsyncLLMEngine; `live` names requests that somebody still waits for, `loop` is the server's."""
 
     def __init__(self, folder: Path, *, token_seconds: float = 0.0):
         write_tokenizer(folder)
         self.tokenizer = Tokenizer.load(model_files.resolve(str(folder), require_weights=False))
         self.chat_template = ChatTemplate.load(self.tokenizer)
-        self.default_sampling_params: dict[str, Any] = {}
+        files = model_files.resolve(str(folder), require_weights=False)
+        spec = KVCacheSpec(
+            num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", bytes_per_block=1024
+        )
+        plan = MemoryPlan(weights_bytes=0, kv_bytes=0, num_device_blocks=10_000, num_host_blocks=0, spec=spec)
+        front, scheduler = FrontConfig(), SchedulerConfig(max_num_seqs=256)
         self.max_model_len = 512
+        self._input = InputProcessor(
+            self.tokenizer, files, plan, max_model_len=self.max_model_len, front=front, scheduler=scheduler
+        )
+        self.default_sampling_params: dict[str, Any] = {}
         self.is_dead = False
         self.is_ready = True
         self.complaint: str | None = None
+        self.loop: asyncio.AbstractEventLoop
         self.live: set[str] = set()
         self.seen: list[dict[str, Any]] = []
         self._token_seconds = token_seconds
@@ -47,8 +60,10 @@ class FakeEngine:
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, *, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
+        self.loop = asyncio.get_running_loop()
         self.seen.append({"prompt": prompt, "params": params, "request_id": request_id, **options})
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        processed = await self._input.process_async(prompt, params, request_id=request_id, **options)
+        ids, params = processed.request.prompt_token_ids, processed.request.sampling_params
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         command, _, argument = _last_line(text).partition(" ")
         answer = argument if command == "say" else DEFAULT_ANSWER

@@ -17,6 +17,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from pagedserve.api.http_protocol import NoUpgradeProtocol
+
 STARTUP_SECONDS = 120.0
 
 
@@ -35,7 +37,7 @@ def app_server(app: FastAPI) -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(2048)
         config = uvicorn.Config(
-            app, ws="none", lifespan="off", log_config=None, access_log=False, http="httptools", loop="uvloop"
+            app, ws="none", lifespan="off", log_config=None, access_log=False, http=NoUpgradeProtocol, loop="uvloop"
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

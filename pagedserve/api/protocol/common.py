@@ -228,9 +228,10 @@ class GenerationRequest(BaseModel):
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise RequestError("truncation_side needs truncate_prompt_tokens", param="truncation_side")
         if not self.use_beam_search:
-            for name in ("beam_width", "length_penalty", "early_stopping"):
-                # vLLM's clients send the default along.
-                if getattr(self, name) not in (None, 1.0, False):
+            # Clients of other servers send the defaults along.
+            for name, default in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+                value = getattr(self, name)
+                if value is not None and value != default:
                     raise RequestError(f"{name} needs use_beam_search: true", param=name)
 
     def sampling_params(

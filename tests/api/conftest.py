@@ -1,0 +1,72 @@
+"""Servers that tests of the API share: one with a fake engine for each module, real ones for the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pagedserve.api.app import build_app
+from pagedserve.api.state import ApiState
+from pagedserve.config import ServerConfig
+from pagedserve.metrics import EngineMetrics
+from tests.api.fake_engine import FakeEngine
+from tests.helpers.server import app_server
+
+
+@dataclass
+class Front:
+    """A live server over a FakeEngine."""
+
+    client: httpx.Client
+    engine: FakeEngine
+    state: ApiState
+
+    @property
+    def base_url(self) -> str:
+        return str(self.client.base_url)
+
+    def complete(self, **body: object) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": "hi", **body})
+
+    def chat(self, **body: object) -> httpx.Response:
+        return self.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], **body})
+
+
+class FrontFactory:
+    """Makes fronts with other settings; they end with the module."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._running: list[Iterator[Front]] = []
+
+    def __call__(self, *, names: tuple[str, ...] = ("fake",), priorities: bool = False, **settings: object) -> Front:
+        iterator = self._serve(names, priorities, settings)
+        self._running.append(iterator)
+        return next(iterator)
+
+    def close(self) -> None:
+        for iterator in self._running:
+            next(iterator, None)
+
+    def _serve(self, names: tuple[str, ...], priorities: bool, settings: dict[str, object]) -> Iterator[Front]:
+        engine = FakeEngine(self._folder)
+        config = ServerConfig(**settings)  # type: ignore[arg-type]
+        state = ApiState(config, names, EngineMetrics(names[0]), engine=engine, priorities_count=priorities)  # type: ignore[arg-type]
+        with app_server(build_app(state)) as base_url, httpx.Client(base_url=base_url, timeout=30) as client:
+            yield Front(client, engine, state)
+
+
+@pytest.fixture(scope="module")
+def make_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontFactory]:
+    factory = FrontFactory(tmp_path_factory.mktemp("tokenizer"))
+    yield factory
+    factory.close()
+
+
+@pytest.fixture(scope="module")
+def front(make_front: FrontFactory) -> Front:
+    return make_front()
