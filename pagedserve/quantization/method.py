@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_Part = TypeVar("_Part")
 
 
 class LinearWeight(ABC):
@@ -88,6 +91,6 @@ class QuantMethod(ABC):
         return self
 
 
-def as_list(parts):
-    """One matrix or several, as a list."""
-    return list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
+def as_list(parts: _Part | Sequence[_Part]) -> list[_Part]:
+    """One matrix (or name) or several, as a list."""
+    return list(parts) if isinstance(parts, list | tuple) else [parts]

@@ -1,0 +1,68 @@
+"""Dense weights and torch's own product: every device, and the reference for the packed formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pagedserve.errors import ConfigError
+from pagedserve.kernels import ops
+from pagedserve.quantization.gguf import check_rows, dequantize
+from pagedserve.quantization.method import LinearWeight, QuantMethod, as_list
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DenseWeight(LinearWeight):
+    """A torch matrix, [out_features, in_features]."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+        self.out_features, self.in_features = weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight.to(x.dtype))
+
+    def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
+        return ops.linear_rows(self.weight, row_ids.to(self.weight.device)).float()
+
+
+class DenseMethod(QuantMethod):
+    """Keeps weights as they are, or casts them; integers of GGUF files are dequantised."""
+
+    name = "none"
+
+    def __init__(
+        self, weights_dtype: str = "auto", device: torch.device | None = None, dtype: torch.dtype | None = None
+    ):
+        """`dtype` is that of the activations: weights have it, so that no product casts them again."""
+        if weights_dtype != "auto" and weights_dtype not in _DTYPES:
+            raise ConfigError(f"dense weights are float32, bfloat16 or float16, not {weights_dtype}")
+        self._device = device
+        # Rounding to a coarser type than the activations' is what was asked for; then they are cast once.
+        self._rounded_to = _DTYPES.get(weights_dtype)
+        self._dtype = dtype or self._rounded_to
+
+    def from_dense(self, weight: torch.Tensor | Sequence[torch.Tensor]) -> LinearWeight:
+        return self._stack(as_list(weight))
+
+    def from_gguf(
+        self, quant_type: str | Sequence[str], rows: np.ndarray | Sequence[np.ndarray], in_features: int
+    ) -> LinearWeight:
+        parts = as_list(rows)
+        kinds = as_list(quant_type)
+        dense = []
+        for kind, part in zip(kinds * (len(parts) // len(kinds)), parts, strict=True):
+            check_rows(kind, part, in_features)
+            dense.append(dequantize(kind, part))
+        return self._stack(dense)
+
+    def _stack(self, parts: list[torch.Tensor]) -> DenseWeight:
+        rounded = [part if self._rounded_to is None else part.to(self._rounded_to) for part in parts]
+        return DenseWeight(torch.cat([part.to(device=self._device, dtype=self._dtype) for part in rounded]))
