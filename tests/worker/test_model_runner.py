@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,53 @@ def test_swapped_out_and_in_again_nothing_changes(checkpoint: Path, alone: list[
     driver.release(3)
     driver.swap_in(0, list(range(5, 5 + used)))
     assert driver.generate([0], NUM_TOKENS) == [alone[0]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_the_schedule_each_sequence_gets_its_own_tokens(
+    checkpoint: Path, alone: list[list[int]], seed: int
+) -> None:
+    """Random arrivals, chunks, preemptions of both kinds and releases over few rows and few blocks."""
+    pick = random.Random(seed)
+    driver = Driver(checkpoint, num_rows=2, num_blocks=40, num_host_blocks=40)
+    arriving, running, swapped = list(range(8)), [], {}
+    host_free = list(range(40))
+    finished = 0
+    while finished < 8:
+        returned, host_blocks = [], []
+        if arriving and pick.random() < 0.4 and len(driver.free) > 14:
+            seq_id = arriving.pop(0)
+            driver.add(seq_id, PROMPTS[seq_id % 4], SEEDED, seed=100 + seq_id % 4)
+            running.append(seq_id)
+        if swapped and pick.random() < 0.5 and len(driver.free) > 14:
+            seq_id, host_blocks = swapped.popitem()
+            driver.swap_in(seq_id, host_blocks)
+            returned = [seq_id]
+        scheduled = []
+        for seq_id in list(running):
+            chance = pick.random()
+            used = len(driver.sequences[seq_id].block_ids)
+            if len(driver.output(seq_id)) == NUM_TOKENS:
+                assert driver.output(seq_id) == alone[seq_id % 4]
+                driver.release(seq_id)
+                running.remove(seq_id)
+                finished += 1
+            elif chance < 0.08 and used and not scheduled:
+                driver.recompute(seq_id)
+            elif chance < 0.16 and 0 < used <= len(host_free) and driver.sequences[seq_id].num_computed:
+                swapped[seq_id] = [host_free.pop() for _ in range(used)]
+                driver.swap_out(seq_id, swapped[seq_id])
+                running.remove(seq_id)
+                break
+            elif chance < 0.8 and len(driver.free) > 12 * (len(scheduled) + 1):
+                scheduled.append((seq_id, pick.randint(1, driver.need(seq_id))))
+        pick.shuffle(scheduled)
+        driver.run(scheduled)
+        # Only now: in one step blocks go out before others come in, so a host block cannot change hands in it.
+        running += returned
+        host_free += host_blocks
+    driver.run([])
+    assert len(driver.rows) == 0 and sorted(driver.free) == list(range(40))
 
 
 def test_swap_time_is_reported_beside_forward_time(checkpoint: Path) -> None:
