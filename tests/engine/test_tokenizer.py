@@ -9,16 +9,18 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, normalizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from pagedserve.engine import hf_tokenizer
+from pagedserve.engine.token_bytes import byte_alphabet
 from pagedserve.engine.tokenizer import Tokenizer, check_unicode
 from pagedserve.errors import ModelLoadError, RequestError
 from pagedserve.model_files import resolve
 from tests.helpers.byte_tokenizer import BOS_ID, EOS_ID, write_tokenizer
 from tests.helpers.checkpoints import llama_config, random_tensors
+from tests.helpers.demo_model import demo_model
 from tests.helpers.gguf_files import byte_level_vocabulary, spm_vocabulary, write_llama_gguf
 from tests.helpers.tokenizers import (
     byte_backend_with_added_tokens,
@@ -41,6 +43,9 @@ TEXTS = [
     "▁hello▁",
     "Hello, World! It's I'm we'll — “quoted”",
 ]
+
+
+SPELLING = {byte: char for char, byte in byte_alphabet().items()}
 
 
 def load(folder, cache):
@@ -304,6 +309,43 @@ def test_an_unwritable_cache_is_no_obstacle(tmp_path, tensors):
     path = write_gguf(tmp_path, tensors, byte_level_vocabulary(byte_level_backend()))
     (tmp_path / "cache").write_text("a file")
     assert load(path, tmp_path / "cache").encode("x") == [byte_level_backend().token_to_id("x")]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return load(demo_model(), tmp_path_factory.mktemp("cache"))
+
+
+def test_demo_vocabulary(demo):
+    assert demo.vocab_size == 49152
+    assert (demo.bos_token_id, demo.eos_token_id, demo.pad_token_id, demo.unk_token_id) == (1, 2, 2, 0)
+    assert demo.special_ids == frozenset(range(17))
+    assert demo.encode("Hello") == [19556], "no BOS is added"
+    assert [demo.id_to_text(i) for i in demo.encode("Hello world 12345")] == ["Hello", " world", " ", *"12345"]
+    assert demo.encode("<|im_start|>user<|im_end|>") == [1, demo.token_to_id("user"), 2]
+    assert demo.decode([1, 19556, 2]) == "Hello"
+
+
+@pytest.fixture(scope="module")
+def published(demo):
+    """SmolLM2's tokenizer.json cuts off every digit, then words as GPT-2 does."""
+    backend = Backend.from_str(demo.backend.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return backend
+
+
+@given(st.text() | st.text("a1 ９²'\n!é").map(lambda text: text * 3))
+@settings(deadline=None)
+def test_demo_vocabulary_encodes_as_the_published_tokenizer(demo, published, text):
+    ids = demo.encode(text)
+    assert ids == published.encode(text).ids
+    # Some bytes that only rare scripts need are not in this vocabulary.
+    known = {byte for byte in text.encode() if demo.token_to_id(SPELLING[byte]) is not None}
+    assert demo.decode(ids, skip_special_tokens=False) == bytes(b for b in text.encode() if b in known).decode(
+        "utf-8", "replace"
+    )
 
 
 # -- the class ------------------------------------------------------------------------------------------------------
