@@ -67,6 +67,11 @@ class InlineCoreClient:
         """The core itself, for tests that look at its accounts."""
         return self._core
 
+    @property
+    def has_work(self) -> bool:
+        """True where a step would do something."""
+        return self._core.has_work or bool(self._outbox)
+
     def send(self, message: ToCore) -> None:
         """Hand over a message; its answers wait for `receive`."""
         if self.is_dead:

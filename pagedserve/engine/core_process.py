@@ -8,6 +8,7 @@ outlives its parent.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -69,6 +70,9 @@ def serve(channel: BlockingChannel) -> int:
         log.exception("the engine core could not start")
         return _refuse(channel, EngineDeadError.__name__, f"the engine core could not start: {_one_line(error)}")
     channel.send(ready)
+    # What was loaded stays for good: the collector need not walk it again.
+    gc.collect()
+    gc.freeze()
     try:
         run(core, inbox)
     except ChannelClosedError:
@@ -181,4 +185,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # All that is left is memory; taking torch apart in order would cost most of a second.
+    os._exit(code)

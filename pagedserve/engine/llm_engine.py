@@ -13,7 +13,7 @@ from pagedserve.engine.core_client import InlineCoreClient, OnProgress
 from pagedserve.engine.input_processor import InputProcessor, ProcessedInput, default_sampling_params
 from pagedserve.engine.output_processor import OutputProcessor, RequestState
 from pagedserve.engine.tokenizer import Tokenizer
-from pagedserve.errors import RequestAbortedError
+from pagedserve.errors import EngineDeadError, RequestAbortedError
 from pagedserve.log import get_logger
 from pagedserve.messages import AbortRequests, AddRequest, SchedulerStats
 from pagedserve.outputs import RequestOutput
@@ -88,6 +88,8 @@ class LLMEngine:
             if processed.stops is not None:
                 self.client.send(processed.stops)
             changed.update((state.public_id, state) for state in processed.changed)
+        if not changed and len(self._output) and not self.client.has_work:
+            raise EngineDeadError(f"the core has nothing to do, but {len(self._output)} requests wait for it")
         return [state.take() for state in changed.values()]
 
     def reset_prefix_cache(self) -> bool:

@@ -48,4 +48,6 @@ class InlineExecutor(Executor):
         return step
 
     def shutdown(self) -> None:
-        self._worker = None
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
