@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
+from pagedserve.quantization import gguf
 from pagedserve.quantization.method import LinearWeight
 
 
@@ -36,18 +37,13 @@ class PackedEmbedding(Embedding):
     """Rows of a GGUF file in their own format, dequantised when asked for: exact, and no copy of the matrix."""
 
     def __init__(self, quant_type: str, rows: np.ndarray, dtype: torch.dtype):
-        # gguf takes a while to import, and only files of its kind need it.
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         self._rows = rows  # uint8 [vocab, bytes_per_row]
-        self._type = GGMLQuantizationType[quant_type]
-        self._dequantize = dequantize
+        self._quant_type = quant_type
         self._dtype = dtype
         self.nbytes = rows.nbytes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._dequantize(self._rows[token_ids.numpy()], self._type)).to(self._dtype)
+        return gguf.dequantize(self._quant_type, self._rows[token_ids.numpy()]).to(self._dtype)
 
 
 class SharedEmbedding(Embedding):

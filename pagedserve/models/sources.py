@@ -7,7 +7,6 @@ held twice.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from pagedserve.errors import ModelLoadError
 from pagedserve.gguf_file import GGUFFile
+from pagedserve.quantization import gguf
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-_GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class WeightSource(ABC):
@@ -132,17 +131,12 @@ class GGUFSource(FileSource):
         return str(self._file.path)
 
     def dense(self, name: str) -> torch.Tensor:
-        quant, rows = self._file.quantized(name)
-        dtype = _GGUF_FLOATS.get(quant.name)
-        if dtype is None:
-            return torch.from_numpy(self._file.dequantize(name))
-        with warnings.catch_warnings():
-            # The view is read-only, and nobody writes to weights.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).view(dtype).reshape(self.shape(name))
+        quant_type, rows = self.rows(name)
+        floats = gguf.as_dense(quant_type, rows)
+        return (gguf.dequantize(quant_type, rows) if floats is None else floats).reshape(self.shape(name))
 
     def is_packed(self, name: str) -> bool:
-        return self._file.quant_type(name).name not in _GGUF_FLOATS
+        return self._file.quant_type(name).block_len > 1
 
     def rows(self, name: str) -> tuple[str, np.ndarray]:
         quant, rows = self._file.quantized(name)

