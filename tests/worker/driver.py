@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pagedserve import quantization
 from pagedserve.attention import BACKENDS
 from pagedserve.model_files import resolve
 from pagedserve.models.loader import load_model, parse_config
@@ -38,7 +39,10 @@ class Tracked:
 
 
 class Driver:
-    """A runner over a checkpoint, with a small pool whose device blocks start out as NaN."""
+    """A runner over a checkpoint, with a small pool whose device blocks start out as NaN.
+
+    With torch's attention and products, or with the `native` ones.
+    """
 
     def __init__(
         self,
@@ -48,15 +52,16 @@ class Driver:
         num_blocks: int = 64,
         num_host_blocks: int = 32,
         vocab_limit: int | None = None,
-        backend: str = "reference",
+        native: bool = False,
     ) -> None:
         files = resolve(str(checkpoint))
         config = parse_config(files)
         spec = config.attention_spec(
             block_size=BLOCK_SIZE, dtype=torch.float32, kv_cache_dtype=torch.float32, device=CPU
         )
-        attention = BACKENDS.resolve(backend)(spec)
-        model = load_model(files, config, attention=attention, quant=DenseMethod(), dtype=torch.float32, device=CPU)
+        attention = BACKENDS.resolve("cpu" if native else "reference")(spec)
+        quant = quantization.select("auto", CPU) if native else DenseMethod()
+        model = load_model(files, config, attention=attention, quant=quant, dtype=torch.float32, device=CPU)
         self.storage = KVStorage(
             num_device_blocks=num_blocks,
             num_host_blocks=num_host_blocks,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pagedserve.kernels import native
 from pagedserve.sampling.sampler import UNUSABLE_LOGITS
 from pagedserve.sampling_params import BeamParams, SamplingParams
 from pagedserve.step import SchedulerOutput
@@ -81,6 +82,29 @@ def test_seeded_draws_do_not_depend_on_chunks_or_neighbours(
     for i in (2, 0, 3, 1):
         driver.add(i, PROMPTS[i], SEEDED, seed=100 + i)
     assert driver.generate([1, 3, 0, 2], NUM_TOKENS, chunk=chunk) == [alone[i] for i in (1, 3, 0, 2)]
+
+
+@pytest.mark.skipif(not native.available(), reason="the native CPU library was not built")
+def test_native_kernels_give_the_same_bits_alone_and_together(checkpoint: Path, oracle: AutoModelForCausalLM) -> None:
+    """Not the same tokens only: logprobs are equal to the last bit, whatever the chunks and the neighbours."""
+    params = SamplingParams(temperature=0.0, logprobs=5)
+
+    def run(driver: Driver, seq_ids: list[int], chunk: int) -> dict[int, list]:
+        for i in seq_ids:
+            driver.add(i, PROMPTS[i], params)
+        entries: dict[int, list] = {i: [] for i in seq_ids}
+        while pending := [i for i in seq_ids if len(driver.output(i)) < NUM_TOKENS]:
+            result = driver.run([(i, min(chunk, driver.need(i))) for i in pending])
+            for i, found in result.logprobs.items():
+                entries[i] += found
+        return entries
+
+    alone = {i: run(Driver(checkpoint, native=True), [i], 1000)[i] for i in range(4)}
+    for i, entries in alone.items():
+        assert [e.token_ids[0] for e in entries] == greedy_by_transformers(oracle, PROMPTS[i])
+    for order, chunk in (([0, 1, 2, 3], 1000), ([3, 1, 0, 2], 5), ([2, 3], 1)):
+        together = run(Driver(checkpoint, native=True), order, chunk)
+        assert together == {i: alone[i] for i in order}
 
 
 def test_a_sequence_is_sampled_only_when_all_its_tokens_are_computed(checkpoint: Path) -> None:
