@@ -17,15 +17,13 @@ from pagedserve.step import MemoryPlan, TokenLogprobs
 
 @dataclass(slots=True, kw_only=True)
 class StartCore:
-    """The first message: what to load, and how to log.
+    """The first message: what to load.
 
     `vocab_limit` is the number of ids that the tokenizer can decode: those above are never sampled.
     """
 
     config: EngineConfig
     vocab_limit: int | None = None
-    log_level: str = "info"
-    log_format: str = "text"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -77,20 +77,12 @@ class AsyncLLMEngine:
     async def _start(self, log_level: str, log_format: str, on_progress: OnProgress | None) -> None:
         config = self._config
         # The core imports torch while the files are looked for (and perhaps fetched) and the tokenizer is read.
-        await self._client.spawn()
+        await self._client.spawn(log_level=log_level, log_format=log_format, on_progress=on_progress)
         self.model_files = await asyncio.to_thread(
             model_files.resolve, config.model.model, revision=config.model.revision, log=on_progress or log.info
         )
         self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        loading = asyncio.ensure_future(
-            self._client.start(
-                config,
-                vocab_limit=self.tokenizer.vocab_size,
-                log_level=log_level,
-                log_format=log_format,
-                on_progress=on_progress,
-            )
-        )
+        loading = asyncio.ensure_future(self._client.start(config, vocab_limit=self.tokenizer.vocab_size))
         try:
             self.chat_template = await asyncio.to_thread(self._load_chat_template)
             ready = await loading

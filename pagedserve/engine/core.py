@@ -37,6 +37,8 @@ log = get_logger(__name__)
 # A worker that fails this often in a row will not recover; dying lets a supervisor start afresh.
 MAX_FAILED_STEPS = 5
 
+SHORTEST_PHASE_LOGGED = 0.01
+
 STEP_FAILED = "the model's step for this request failed; other requests go on and the server's log has the details"
 
 Send = Callable[[FromCore], None]
@@ -156,12 +158,14 @@ def error_of(finished: FinishedRequest) -> PagedServeError | None:
     return EngineStepError(message)
 
 
-def build_core(config: EngineConfig, vocab_limit: int | None, send: Send) -> tuple[EngineCore, Ready]:
+def build_core(
+    config: EngineConfig, vocab_limit: int | None, send: Send, clock: PhaseClock | None = None
+) -> tuple[EngineCore, Ready]:
     """Load the model, size the pools, make the scheduler. `send` gets a Progress as each phase begins.
 
     Raises ConfigError, ModelNotFoundError or ModelLoadError with one clear line.
     """
-    clock = PhaseClock(send)
+    clock = clock or PhaseClock(send)
     clock.begin("finding the model")
     files = model_files.resolve(config.model.model, revision=config.model.revision, log=log.info)
     executor_class = EXECUTORS.resolve(config.parallel.executor)
@@ -218,7 +222,8 @@ class PhaseClock:
         if self._phase is not None:
             took = time.monotonic() - self._began
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + took
-            log.info("%s took %.2f s", self._phase, took)
+            if took >= SHORTEST_PHASE_LOGGED:
+                log.info("%s took %.2f s", self._phase, took)
         self._phase = None
 
 

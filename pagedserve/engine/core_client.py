@@ -156,29 +156,23 @@ class ProcessCoreClient:
         """How long the core has left a ping unanswered: it answers between any two steps, and at once when idle."""
         return 0.0 if self._ping_sent is None else time.monotonic() - self._ping_sent
 
-    async def spawn(self) -> None:
-        """Start the process. It imports torch meanwhile; `start` tells it what to load."""
+    async def spawn(
+        self, *, log_level: str = "info", log_format: str = "text", on_progress: OnProgress | None = None
+    ) -> None:
+        """Start the process. It imports torch at once; `start` tells it what to load."""
+        self._on_progress = on_progress
         loop = asyncio.get_running_loop()
         self._started, self._closed = loop.create_future(), loop.create_future()
         ours, theirs = socket_pair()
         with theirs:
-            self._process = spawn(theirs)
+            self._process = spawn(theirs, log_level=log_level, log_format=log_format)
         codec = Codec(sends=TO_CORE, receives=FROM_CORE)
         self._channel = await AsyncChannel.open(ours, codec, self._take, self._lost)
 
-    async def start(
-        self,
-        config: EngineConfig,
-        *,
-        vocab_limit: int | None = None,
-        log_level: str = "info",
-        log_format: str = "text",
-        on_progress: OnProgress | None = None,
-    ) -> Ready:
+    async def start(self, config: EngineConfig, *, vocab_limit: int | None = None) -> Ready:
         """Load the model. Raises the core's ConfigError, ModelNotFoundError, ModelLoadError or EngineDeadError."""
         assert self._started is not None
-        self._on_progress = on_progress
-        self.send(StartCore(config=config, vocab_limit=vocab_limit, log_level=log_level, log_format=log_format))
+        self.send(StartCore(config=config, vocab_limit=vocab_limit))
         self.ready = await self._started
         self._pinger = asyncio.create_task(self._ping(), name="core-ping")
         return self.ready

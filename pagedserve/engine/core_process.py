@@ -1,4 +1,4 @@
-"""The core in a process of its own: `python -m pagedserve.engine.core_process FD`, with one inherited socket.
+"""The core in a process of its own: `python -m pagedserve.engine.core_process FD LEVEL FORMAT` (FD: a socket).
 
 Two threads. The main one steps and sends; the reader takes messages off the channel the moment they come, so it also
 sees at once when the parent is gone (end of file), even in the middle of a step that hangs. Nothing of this process
@@ -16,12 +16,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import typing
 
 from pagedserve import log as log_module
 from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, ChannelFormatError, Codec
-from pagedserve.engine.core import EngineCore, build_core
+from pagedserve.engine.core import EngineCore, PhaseClock, build_core
 from pagedserve.errors import ConfigError, EngineDeadError, ModelLoadError, ModelNotFoundError
 from pagedserve.log import get_logger
 from pagedserve.messages import FromCore, StartCore, StartupFailed, ToCore
@@ -42,10 +41,10 @@ IDLE_CHECK_SECONDS = 1.0
 STALLED_WAIT_SECONDS = 0.005
 
 
-def spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
+def spawn(sock: socket.socket, *, log_level: str, log_format: str) -> subprocess.Popen[bytes]:
     """Start the core with its end of the channel; the caller then sends a StartCore over the other end."""
     return subprocess.Popen(
-        [sys.executable, "-m", "pagedserve.engine.core_process", str(sock.fileno())],
+        [sys.executable, "-m", "pagedserve.engine.core_process", str(sock.fileno()), log_level, log_format],
         stdin=subprocess.DEVNULL,
         pass_fds=[sock.fileno()],
     )
@@ -55,34 +54,47 @@ def serve(channel: BlockingChannel) -> int:
     """Wait for StartCore, build the core, loop until Shutdown or the parent's end. The exit code of the process."""
     inbox = Inbox(channel)
     inbox.start()
-    _preload()
-    start = inbox.wait()[0]
-    if not isinstance(start, StartCore):
-        raise ChannelFormatError(f"the first message must be StartCore, not {type(start).__name__}")
-    log_module.configure(process="core", level=start.log_level, fmt=start.log_format)
     try:
-        core, ready = build_core(start.config, start.vocab_limit, channel.send)
-    except ChannelClosedError:
-        return 0
-    except (ConfigError, ModelNotFoundError, ModelLoadError) as error:
-        return _refuse(channel, type(error).__name__, str(error))
-    except Exception as error:
-        log.exception("the engine core could not start")
-        return _refuse(channel, EngineDeadError.__name__, f"the engine core could not start: {_one_line(error)}")
-    channel.send(ready)
-    # What was loaded stays for good: the collector need not walk it again.
-    gc.collect()
-    gc.freeze()
-    try:
-        run(core, inbox)
+        core = _start(channel, inbox)
+        if core is None:
+            return 2
+        try:
+            run(core, inbox)
+        finally:
+            core.shutdown()
     except ChannelClosedError:
         return 0
     except Exception:
         log.exception("the engine core ends")
         return 1
-    finally:
-        core.shutdown()
     return 0
+
+
+def _start(channel: BlockingChannel, inbox: Inbox) -> EngineCore | None:
+    clock = PhaseClock(channel.send)
+    clock.begin("importing torch")
+    _preload()
+    clock.end()
+    start = inbox.wait()[0]
+    if not isinstance(start, StartCore):
+        raise ChannelFormatError(f"the first message must be StartCore, not {type(start).__name__}")
+    try:
+        core, ready = build_core(start.config, start.vocab_limit, channel.send, clock)
+    except ChannelClosedError:
+        raise
+    except (ConfigError, ModelNotFoundError, ModelLoadError) as error:
+        channel.send(StartupFailed(kind=type(error).__name__, message=str(error)))
+        return None
+    except Exception as error:
+        log.exception("the engine core could not start")
+        message = f"the engine core could not start: {_one_line(error)}"
+        channel.send(StartupFailed(kind=EngineDeadError.__name__, message=message))
+        return None
+    channel.send(ready)
+    # What was loaded stays for good: the collector need not walk it again.
+    gc.collect()
+    gc.freeze()
+    return core
 
 
 def run(core: EngineCore, inbox: Inbox) -> None:
@@ -155,12 +167,6 @@ class Inbox:
         os._exit(1)
 
 
-def _refuse(channel: BlockingChannel, kind: str, message: str) -> int:
-    with contextlib.suppress(ChannelClosedError):
-        channel.send(StartupFailed(kind=kind, message=message))
-    return 2
-
-
 def _one_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
@@ -168,19 +174,18 @@ def _one_line(error: Exception) -> str:
 
 def _preload() -> None:
     # Whatever is wrong with the import is told when the model is loaded.
-    began = time.monotonic()
     with contextlib.suppress(Exception):
         __import__(PRELOAD)
-    log.info("importing the worker took %.2f s", time.monotonic() - began)
 
 
 def main() -> int:
-    """The entry point: one argument, the number of the inherited socket."""
+    """The entry point: the number of the inherited socket, and how to log."""
     # Ctrl-C and a service manager's SIGTERM reach the whole group; draining is the parent's business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    log_module.configure(process="core")
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    fd, log_level, log_format = sys.argv[1:]
+    log_module.configure(process="core", level=log_level, fmt=log_format)
+    sock = socket.socket(fileno=int(fd))
     return serve(BlockingChannel(sock, Codec(sends=FROM_CORE, receives=TO_CORE)))
 
 

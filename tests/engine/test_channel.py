@@ -64,7 +64,7 @@ PLAN = MemoryPlan(weights_bytes=1, kv_bytes=2, num_device_blocks=3, num_host_blo
 ENTRY = TokenLogprobs(token_ids=[3, 1], logprobs=[-0.5, -1.0], rank=2)
 
 TO_CORE_MESSAGES = [
-    StartCore(config=EngineConfig(model=ModelConfig(model="m"), cache=CacheConfig(block_size=8)), log_level="debug"),
+    StartCore(config=EngineConfig(model=ModelConfig(model="m"), cache=CacheConfig(block_size=8)), vocab_limit=5),
     AddRequest(
         request=Request(
             request_id="r#1",
