@@ -144,11 +144,11 @@ def linear(
 def round_activations(x: torch.Tensor, group: int = 32) -> torch.Tensor:
     """x as the integer formats see it: per row and group of inputs, rounded to 127ths of the largest magnitude.
 
-    Groups that hold inf or NaN become NaN.
+    Groups that hold inf or NaN become NaN; those whose numbers are all below 1e-36 become 0.
     """
     groups = x.float().unflatten(-1, (-1, group))
     limit = groups.abs().amax(-1, keepdim=True)
-    steps = torch.where(limit > 0, groups * (127 / limit), groups).round()
+    steps = torch.where(limit > 1e-36, groups * (127 / limit), 0.0).round()
     rounded = steps * (limit / 127)
     return rounded.masked_fill(~groups.isfinite().all(-1, keepdim=True), torch.nan).flatten(-2).to(x.dtype)
 
