@@ -46,10 +46,10 @@ class TokenTexts:
         """The `prompt_logprobs` extension: per prompt token, id -> logprob, rank and text."""
         return [None if entry is None else self._prompt_entry(entry) for entry in entries]
 
-    def top(self, entry: TokenLogprobs) -> dict[str, float]:
+    def top(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
         """The likely tokens of one position, and the drawn one if it is not among them."""
-        ids = [*entry.token_ids[1:], entry.token_ids[0]]
-        values = [*entry.logprobs[1:], entry.logprobs[0]]
+        ids = [*entry.token_ids[1 : num_top + 1], entry.token_ids[0]]
+        values = [*entry.logprobs[1 : num_top + 1], entry.logprobs[0]]
         return {self.text(token_id): finite(value) for token_id, value in zip(ids, values, strict=True)}
 
     def _chat_entry(self, entry: TokenLogprobs) -> TokenLogprob:
@@ -72,24 +72,44 @@ class TokenTexts:
 class LogprobColumns:
     """Logprobs of /v1/completions for one choice, piece by piece: knows how far the text has come.
 
-    `hidden` are ids that do not show in the text (special tokens that are skipped): they take no room in it.
+    `num_top` is how many likely tokens were asked for. Special tokens that do not show in the text take no room in it.
     """
 
-    def __init__(self, texts: TokenTexts, tokenizer: Tokenizer, *, skip_special_tokens: bool):
+    def __init__(self, texts: TokenTexts, tokenizer: Tokenizer, *, num_top: int, skip_special_tokens: bool):
         self._texts = texts
         self._tokenizer = tokenizer
+        self._num_top = num_top
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        self._columns = CompletionLogprobs()
 
-    def take(self, token_ids: list[int], entries: list[TokenLogprobs | None]) -> CompletionLogprobs:
-        """The next tokens with their logprobs; None for the first token of a prompt, which nothing precedes."""
-        columns = CompletionLogprobs()
+    def add_prompt(self, token_ids: list[int], entries: list[TokenLogprobs | None], text: str) -> None:
+        """The prompt's tokens. `text` is what the client is shown of it: not BOS, nor a space that was put before."""
         for token_id, entry in zip(token_ids, entries, strict=True):
-            columns.tokens.append(self._texts.text(token_id))
-            columns.text_offset.append(self._offset)
-            columns.token_logprobs.append(None if entry is None else finite(entry.logprobs[0]))
-            columns.top_logprobs.append(None if entry is None else self._texts.top(entry))
+            self._append(token_id, entry)
+            token = self._decoder.decode(self._tokenizer.id_to_bytes(token_id))
+            if text.startswith(token, self._offset):
+                self._offset += len(token)
+            elif not self._tokenizer.is_special(token_id):
+                self._offset += len(token) - token.startswith(" ")
+        self._offset = len(text)
+
+    def add(self, token_ids: list[int], entries: list[TokenLogprobs]) -> None:
+        """The next tokens of the output."""
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            self._append(token_id, entry)
             if not (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
                 self._offset += len(self._decoder.decode(self._tokenizer.id_to_bytes(token_id)))
+
+    def take(self) -> CompletionLogprobs:
+        """What was added since the last call."""
+        columns, self._columns = self._columns, CompletionLogprobs()
         return columns
+
+    def _append(self, token_id: int, entry: TokenLogprobs | None) -> None:
+        """One row; None for the first token of a prompt, which nothing precedes."""
+        self._columns.tokens.append(self._texts.text(token_id))
+        self._columns.text_offset.append(self._offset)
+        self._columns.token_logprobs.append(None if entry is None else finite(entry.logprobs[0]))
+        self._columns.top_logprobs.append(None if entry is None else self._texts.top(entry, self._num_top))

@@ -14,7 +14,10 @@ from pagedserve.api.state import ApiState
 from pagedserve.config import ServerConfig
 from pagedserve.metrics import EngineMetrics
 from tests.api.fake_engine import FakeEngine
-from tests.helpers.server import app_server
+from tests.api.scripts import SCRIPT
+from tests.helpers.byte_tokenizer import VOCAB_SIZE
+from tests.helpers.checkpoints import bigram_llama, scripted_llama, tiny_llama
+from tests.helpers.server import ServerProcess, app_server, server_process
 
 
 @dataclass
@@ -70,3 +73,35 @@ def make_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontFactor
 @pytest.fixture(scope="module")
 def front(make_front: FrontFactory) -> Front:
     return make_front()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A real server of a random model whose answers depend on all of the prompt."""
+    flags = ("--max-num-seqs", "64", "--num-device-blocks", "800", "--num-threads", "1", "--served-model-name", "tiny")
+    with server_process(tiny_model, *flags, log=tmp_path_factory.mktemp("log") / "tiny.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A real server of a model that recites `scripts.SCRIPT`."""
+    folder = scripted_llama(tmp_path_factory.mktemp("scripted"), SCRIPT)
+    flags = ("--num-device-blocks", "800", "--num-threads", "1", "--served-model-name", "scripted")
+    with server_process(folder, *flags, log=tmp_path_factory.mktemp("log") / "scripted.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def chains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A real server of a model that answers a byte token with the next byte, whatever stands before it."""
+    successors = [(token + 1) % VOCAB_SIZE for token in range(VOCAB_SIZE)]
+    folder = bigram_llama(tmp_path_factory.mktemp("bigram"), successors)
+    flags = ("--max-num-seqs", "32", "--num-device-blocks", "400", "--num-threads", "1", "--max-queue-len", "0")
+    with server_process(folder, *flags, log=tmp_path_factory.mktemp("log") / "chains.log") as server:
+        yield server

@@ -21,6 +21,7 @@ from pagedserve.api.protocol.completions import (
 from pagedserve.api.token_texts import LogprobColumns, TokenTexts
 from pagedserve.outputs import CompletionOutput, RequestOutput
 from pagedserve.sampling_params import SamplingParams
+from pagedserve.step import TokenLogprobs
 
 if TYPE_CHECKING:
     from pagedserve.engine.async_llm_engine import AsyncLLMEngine
@@ -57,8 +58,8 @@ class CompletionAnswer:
             logprobs=body.logprobs,
             best_of=body.best_of,
         )
-        if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
-            params = params.with_(prompt_logprobs=body.logprobs)
+        if body.echo and body.logprobs is not None:
+            params = params.with_(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         return params
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -97,15 +98,14 @@ class CompletionAnswer:
 
     def _choice(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> CompletionChoice:
         body = self._body
-        echoed = self._prompt_text(prompt_index, output) if body.echo else ""
+        index = prompt_index * self._n + choice.index
+        echoed = self._prompt_text(prompt_index, output) if body.echo else None
         logprobs = None
         if body.logprobs is not None:
-            logprobs = self._logprobs(
-                choice.index + prompt_index * self._n, output, choice.token_ids, choice.logprobs or [], is_first=True
-            )
+            logprobs = self._logprobs(index, output, choice.token_ids, choice.logprobs or [], echoed)
         result = CompletionChoice(
-            prompt_index * self._n + choice.index,
-            echoed + choice.text,
+            index,
+            (echoed or "") + choice.text,
             logprobs,
             choice.finish_reason,
             choice.stop_reason,
@@ -153,13 +153,11 @@ class CompletionAnswer:
     ) -> dict[str, Any]:
         body = self._body
         index = prompt_index * self._n + choice.index
-        echoed = self._prompt_text(prompt_index, output) if body.echo and is_first else ""
+        echoed = self._prompt_text(prompt_index, output) if body.echo and is_first else None
         logprobs = None
         if body.logprobs is not None:
-            logprobs = self._logprobs(
-                index, output, choice.delta_token_ids, choice.delta_logprobs or [], is_first=is_first
-            )
-        chunk: dict[str, Any] = {"index": index, "text": echoed + choice.delta_text, "logprobs": logprobs}
+            logprobs = self._logprobs(index, output, choice.delta_token_ids, choice.delta_logprobs or [], echoed)
+        chunk: dict[str, Any] = {"index": index, "text": (echoed or "") + choice.delta_text, "logprobs": logprobs}
         chunk["finish_reason"] = choice.finish_reason
         if choice.finish_reason is not None and choice.stop_reason is not None:
             chunk["stop_reason"] = choice.stop_reason
@@ -181,13 +179,18 @@ class CompletionAnswer:
         )
 
     def _logprobs(
-        self, index: int, output: RequestOutput, token_ids: list[int], entries: list[Any], *, is_first: bool
+        self, index: int, output: RequestOutput, token_ids: list[int], entries: list[TokenLogprobs], echoed: str | None
     ) -> CompletionLogprobs:
-        if is_first:
-            self._columns[index] = LogprobColumns(
-                self._texts, self._engine.tokenizer, skip_special_tokens=self._params.skip_special_tokens
+        """Logprobs of the next tokens of a choice; with `echoed`, of the prompt's tokens before them."""
+        columns = self._columns.get(index)
+        if columns is None:
+            columns = self._columns[index] = LogprobColumns(
+                self._texts,
+                self._engine.tokenizer,
+                num_top=self._body.logprobs or 0,
+                skip_special_tokens=self._params.skip_special_tokens,
             )
-            if self._body.echo:
-                token_ids = [*output.prompt_token_ids, *token_ids]
-                entries = [*(output.prompt_logprobs or []), *entries]
-        return self._columns[index].take(token_ids, entries)
+        if echoed is not None and output.prompt_logprobs is not None:
+            columns.add_prompt(output.prompt_token_ids, output.prompt_logprobs, echoed)
+        columns.add(token_ids, entries)
+        return columns.take()
