@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
@@ -23,6 +25,11 @@ from tests.helpers.checkpoints import llama_config, random_tensors
 from tests.helpers.demo_model import demo_model
 from tests.helpers.gguf_files import byte_level_vocabulary, spm_vocabulary, write_llama_gguf
 from tests.helpers.tokenizers import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    Piece,
     byte_backend_with_added_tokens,
     byte_level_backend,
     spm_backend,
@@ -162,6 +169,46 @@ def test_folder_without_tokenizer_json_is_converted_once(tmp_path, monkeypatch):
     for text in TEXTS:
         assert first.encode(text) == second.encode(text) == oracle(text)["input_ids"]
     assert second.special_tokens == first.special_tokens
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model():
+    """A SentencePiece BPE as Llama 2's: byte fallback, texts taken as they are."""
+    sink = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the quick brown fox jumps over the lazy dog {i}" for i in range(200)]),
+        model_writer=sink,
+        **{"vocab_size": 360, "model_type": "bpe", "byte_fallback": True, "character_coverage": 1.0},
+        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "minloglevel": 2},
+    )
+    return sink.getvalue()
+
+
+def test_folder_with_nothing_but_a_sentencepiece_model(tmp_path, sentencepiece_model):
+    folder = write_model_config(tmp_path / "m")
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}')
+    ours, oracle = load(folder, tmp_path), SentencePieceProcessor(model_proto=sentencepiece_model)
+    # Not for a text that begins with a space: there transformers, and so this, adds no second one.
+    for text in ["the quick fox", "the  lazy ", "é汉🦜", "a\nb", "12 foxes over", ""]:
+        ids = oracle.encode(text)
+        assert ours.encode(text) == [1, *ids], text
+        assert ours.decode(ids) == oracle.decode(ids)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (1, 2, 0)
+
+
+def test_gguf_of_a_sentencepiece_model(tmp_path, sentencepiece_model, tensors):
+    """The same vocabulary by way of GGUF metadata: pieces, scores and types, no merges."""
+    oracle = SentencePieceProcessor(model_proto=sentencepiece_model)
+    kinds = [(oracle.is_unknown, UNKNOWN), (oracle.is_control, CONTROL), (oracle.is_byte, BYTE)]
+    pieces = [
+        Piece(oracle.id_to_piece(i), oracle.get_score(i), next((kind for test, kind in kinds if test(i)), NORMAL))
+        for i in range(oracle.vocab_size())
+    ]
+    ours = load(write_gguf(tmp_path, tensors, spm_vocabulary(pieces)), tmp_path)
+    for text in ["the quick fox", "jumps over the lazy dogs", "the  lazy ", "é汉🦜", "a\nb", "brownbrown 199"]:
+        assert ours.encode(text) == [1, *oracle.encode(text)], text
+        assert ours.decode(ours.encode(text)) == oracle.decode(oracle.encode(text))
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
