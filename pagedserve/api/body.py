@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -10,10 +11,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from pagedserve.api.errors import BodyTooLargeError, MediaTypeError
-from pagedserve.errors import RequestError
+from pagedserve.api.errors import BodyTooLargeError, ClientGoneError, MediaTypeError
+from pagedserve.errors import DeadlineExceededError, RequestError
 
 Model = TypeVar("Model", bound=BaseModel)
+
+# A body may be slow, but not silent for longer.
+PART_SECONDS = 60.0
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -90,14 +94,19 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         raise too_large
     parts: list[bytes] = []
     size = 0
+    now = asyncio.get_running_loop().time
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                raise too_large
-            parts.append(part)
+        async with asyncio.timeout(PART_SECONDS) as limit:
+            async for part in request.stream():
+                limit.reschedule(now() + PART_SECONDS)
+                size += len(part)
+                if size > max_bytes:
+                    raise too_large
+                parts.append(part)
     except ClientDisconnect as error:
-        raise RequestError("the client left before its body was complete") from error
+        raise ClientGoneError("the client left before its body was complete") from error
+    except TimeoutError as error:
+        raise DeadlineExceededError(f"nothing came for {PART_SECONDS:.0f} s, and the body is not complete") from error
     return b"".join(parts)
 
 

@@ -31,9 +31,9 @@ _SERVICE_TIERS = ("auto", "default")
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def json_response(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
+def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
     """Anything that msgspec can encode."""
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
 
 
 async def read_body(state: ApiState, request: Request, model: type[Body]) -> tuple[Body, list[str]]:

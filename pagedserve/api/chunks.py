@@ -20,30 +20,28 @@ class ChunkWriter:
     def __init__(self, *, response_id: str, kind: str, created: int, model: str, fingerprint: str, with_usage: bool):
         fields = {"id": response_id, "object": kind, "created": created, "model": model}
         fields["system_fingerprint"] = fingerprint
-        self._head = b"data: " + _encode(fields)[:-1]
-        self._open = self._head + b',"choices":[{"index":'
-        self._close = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
-        # A text chunk is these three around the index and the text.
-        self._text_open = b',"text":'
-        self._delta_open = b',"delta":{"content":'
-        self._text_close = b',"logprobs":null,"finish_reason":null' + self._close
-        self._delta_close = b'},"logprobs":null,"finish_reason":null' + self._close
+        self._head = b"data: " + _encode(fields)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        # A chunk with nothing but text is these pieces around the index and the text.
+        self._open = self._head + b'{"index":'
+        self._close = b'"logprobs":null,"finish_reason":null}' + self._tail
 
     def text(self, index: int, text: str) -> bytes:
         """A chunk of /v1/completions with nothing but text."""
-        return b"%b%d%b%b%b" % (self._open, index, self._text_open, _encode(text), self._text_close)
+        return b'%b%d,"text":%b,%b' % (self._open, index, _encode(text), self._close)
 
     def delta(self, index: int, content: str) -> bytes:
         """A chunk of /v1/chat/completions with nothing but text."""
-        return b"%b%d%b%b%b" % (self._open, index, self._delta_open, _encode(content), self._delta_close)
+        return b'%b%d,"delta":{"content":%b},%b' % (self._open, index, _encode(content), self._close)
 
     def choice(self, choice: dict[str, Any], usage: Usage | None = None) -> bytes:
         """A chunk with one choice of any fields."""
-        close = self._close if usage is None else b'],"usage":' + _encode(usage) + b"}\n\n"
-        if usage is None:
-            return self._head + b',"choices":[' + _encode(choice)[:-1] + close
-        return self._head + b',"choices":[' + _encode(choice) + close
+        return self._head + _encode(choice) + (self._tail if usage is None else _usage_tail(usage))
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk, which has no choices."""
-        return self._head + b',"choices":[],"usage":' + _encode(usage) + b"}\n\n"
+        return self._head + _usage_tail(usage)
+
+
+def _usage_tail(usage: Usage) -> bytes:
+    return b'],"usage":' + _encode(usage) + b"}\n\n"

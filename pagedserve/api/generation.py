@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from pagedserve.api.errors import ClientGoneError
 from pagedserve.api.protocol.common import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
 from pagedserve.api.state import ApiState
 from pagedserve.errors import PagedServeError, RequestAbortedError
@@ -23,10 +24,6 @@ Result = TypeVar("Result")
 
 # Texts above this many characters are tokenized in a thread.
 LONG_TEXT = 4096
-
-
-class ClientGoneError(RequestAbortedError):
-    """Nobody is left to answer."""
 
 
 async def outputs(

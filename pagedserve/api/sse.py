@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagedserve.api.errors import reply_to
-from pagedserve.api.generation import ClientGoneError, wait_gone
+from pagedserve.api.errors import ClientGoneError, reply_to
+from pagedserve.api.generation import wait_gone
 from pagedserve.api.state import ApiState
 
 # Proxies close connections that are silent for a minute; many clients for less.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -323,13 +324,13 @@ def test_too_many_choices_are_refused_with_the_limit(ask: Asker) -> None:
 
 
 def wait_idle(ask: Asker) -> None:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     for _ in range(250):
         gauges = metrics(ask)
-        if gauges["vllm:num_requests_running"] == gauges["vllm:num_requests_waiting"] == 0:
-            if gauges["vllm:kv_cache_usage_perc"] == 0:
-                return
-        asyncio.run(asyncio.sleep(0.02))
-    raise AssertionError(gauges)
+        if not any(gauges[name] for name in names):
+            return
+        time.sleep(0.02)
+    raise AssertionError({name: gauges[name] for name in names})
 
 
 def metrics(ask: Asker) -> dict[str, float]:

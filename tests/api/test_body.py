@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from pagedserve.api import body
 from tests.api.conftest import Front, FrontFactory
 from tests.helpers.streams import check_error
 
@@ -89,6 +90,17 @@ def test_bodies_above_the_limit_are_a_413(make_front: FrontFactory) -> None:
         response = client.post(f"{front.base_url}/v1/completions", content=chunks(), headers=JSON)
     check_error(response, 413)
     assert post(front, b'{"prompt": "a"}').status_code == 200
+
+
+def test_a_body_that_does_not_come_is_a_408(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "PART_SECONDS", 0.2)
+
+    def chunks():
+        yield b'{"prompt":'
+        time.sleep(0.5)
+        yield b'"a"}'
+
+    check_error(httpx.post(f"{front.base_url}/v1/completions", content=chunks(), headers=JSON), 408)
 
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout")
@@ -231,8 +243,8 @@ def test_half_a_surrogate_pair_is_a_400_wherever_it_stands(front: Front, escape:
 
 
 def test_nul_and_byte_order_marks_are_text(front: Front) -> None:
-    body = json.dumps({"prompt": "\u0000\ufeff\U0001f600"})
-    assert post(front, body.encode()).status_code == 200
+    raw = json.dumps({"prompt": "\u0000\ufeff\U0001f600"})
+    assert post(front, raw.encode()).status_code == 200
 
 
 @pytest.mark.parametrize(
