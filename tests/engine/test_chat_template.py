@@ -1,14 +1,22 @@
-"""Chat templates against transformers; malformed messages; hostile templates (C053, C063-C066, C068, C069, C106)."""
+"""Chat templates against transformers; which template is taken; what it may refuse (C063-C065, C069)."""
 
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
+from tests.helpers.chat_templates import (
+    CONVERSATIONS,
+    EVERYTHING,
+    PARTS,
+    SPECIAL,
+    TOOL,
+    TOOLS,
+    template,
+    transformers_render,
+)
 from transformers import PreTrainedTokenizerFast
 
-from pagedserve.engine import template_sandbox
 from pagedserve.engine.chat_template import RESERVED_KWARGS, ChatTemplate
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import ConfigError, RequestError
@@ -16,64 +24,12 @@ from pagedserve.model_files import resolve
 from tests.helpers.byte_tokenizer import CHATML, write_tokenizer
 from tests.helpers.tokenizers import SPM_CHAT, byte_level_backend, write_spm_tokenizer
 
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-
 STRICT = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}{{ m.role }}: "
     "{{ m.content | trim }}\n{% endfor %}"
 )
-TOOLS = (
-    "{{ bos_token }}{%- if tools %}<tools>{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools>{% endif %}\n"
-    "{%- for m in messages %}\n"
-    "    {%- if m.tool_calls %}{% for c in m.tool_calls %}[{{ c.function.name }}({{ c.function.arguments | tojson }})]"
-    "{% endfor %}\n"
-    "    {%- elif m.role == 'tool' %}<result>{{ m.content }}</result>\n"
-    "    {%- else %}<{{ m.role }}>{{ m.content }}{% endif %}\n"
-    "{%- endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-PARTS = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m['content'] %}{% if part.type == 'text' %}{{ part['text'] }}|{% endif %}{% endfor %}"
-    "{% endif %}{% endfor %}"
-)
-PARTS_ONLY = (
-    "{% for m in messages %}{% set c = m.content %}{% for part in c %}<{{ part.text }}>{% endfor %}{% endfor %}"
-)
-EVERYTHING = (
-    "{%- set ns = namespace(n=0, last='') -%}\n{% for m in messages %}\n"
-    "  {%- if m.role == 'system' %}{% continue %}{% endif %}\n"
-    "  {%- set ns.n = ns.n + 1 %}{% set ns.last = m.content %}{% generation %}{{ m.content }}{% endgeneration %}\n"
-    "  {{- loop.first }}{{ loop.last }}{{ loop.length }}{{ loop.revindex }}\n{%- endfor %}\n"
-    "{{ ns.n }} {{ ns.last ~ '!' + '?' * 3 }} {{ {'<b>': 'é&'} | tojson(indent=2) }} {{ dict(a=1) }} {{ 2 ** 10 }}\n"
-    "{%- macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice(eos_token) }}{{ messages[::-1][0].content }}"
-    "{{ messages | map(attribute='role') | join(',') }}"
-    "{% for i in range(3) if i != 1 %}{{ i }}{% else %}none{% endfor %}"
-    "{% for i in [] %}{% else %}empty{% endfor %}{{ missing }}{{ enable_thinking is defined }}"
-)
-
-CONVERSATIONS = [
-    [{"role": "user", "content": "Hi"}],
-    [{"role": "system", "content": " be <b>brief</b> "}, {"role": "user", "content": "é汉🦜"}],
-    [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b\n"},
-        {"role": "user", "content": "", "name": "x"},
-    ],
-]
-CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1, "b": "é"}'}}
-TOOL = {"type": "function", "function": {"name": "add", "description": "<adds>", "parameters": {"type": "object"}}}
-
-
-def transformers_render(template, messages, **options):
-    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), chat_template=template, **SPECIAL)
-    options.setdefault("add_generation_prompt", True)
-    return oracle.apply_chat_template(messages, tokenize=False, **options)
-
-
-def template(source, **special):
-    return ChatTemplate({"default": source}, special_tokens={**SPECIAL, **special})
 
 
 @pytest.mark.parametrize("source", [CHATML, SPM_CHAT, TOOLS, PARTS, EVERYTHING])
@@ -140,9 +96,6 @@ def test_continue_final_message_mistakes():
         )
 
 
-# -- C063: BOS ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chat_template", [SPM_CHAT, CHATML])
 def test_c063_bos_is_what_the_template_wrote(tmp_path, chat_template):
     from transformers import AutoTokenizer
@@ -154,9 +107,6 @@ def test_c063_bos_is_what_the_template_wrote(tmp_path, chat_template):
     assert ids == oracle.apply_chat_template(CONVERSATIONS[0], add_generation_prompt=True)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == (1 if chat_template == SPM_CHAT else 0)
     assert tokenizer.encode("Hi").count(tokenizer.bos_token_id) == 1
-
-
-# -- C064, C065: which template, and templates that refuse ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,135 +210,6 @@ def load_from(folder):
     return ChatTemplate.load(Tokenizer.load(resolve(str(folder), require_weights=False), cache_dir=folder))
 
 
-# -- C053, C066, C068: messages -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("absent", [{"content": None}, {"content": ""}, {"content": []}, {}])
-def test_c053_tool_history(absent):
-    question = {"role": "user", "content": "1+?"}
-    for result in ("21", [{"type": "text", "text": "21"}]):
-        messages = [
-            question,
-            {"role": "assistant", "tool_calls": [CALL], **absent},
-            {"role": "tool", "tool_call_id": "c1", "content": result},
-        ]
-        parsed = {**CALL, "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
-        normalized = [
-            question,
-            {"role": "assistant", "content": "", "tool_calls": [parsed]},
-            {"role": "tool", "tool_call_id": "c1", "content": "21"},
-        ]
-        text = template(TOOLS).render(messages, tools=[TOOL])
-        assert text == transformers_render(TOOLS, normalized, tools=[TOOL])
-        assert '[add({"a": 1, "b": "é"})]' in text and "<result>21</result>" in text
-
-
-def test_c053_empty_tool_calls_are_none():
-    source = "{{ messages[0].tool_calls is defined }} {{ messages[0].content }}"
-    for calls in ([], None):
-        message = {"role": "assistant", "content": "x", "tool_calls": calls}
-        assert template(source).render([message]) == "False x"
-
-
-@pytest.mark.parametrize("arguments", ["{broken", "[1]", '"text"', "1", 5, "[" * 100_000])
-def test_c053_invalid_arguments(arguments):
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments"):
-        template(TOOLS).render([{"role": "assistant", "tool_calls": [call]}])
-
-
-@pytest.mark.parametrize("arguments", ["", " ", None, "{}", {}])
-def test_c053_no_arguments(arguments):
-    call = {"function": {"name": "f", "arguments": arguments}}
-    assert "[f({})]" in template(TOOLS).render([{"role": "assistant", "tool_calls": [call]}])
-
-
-def test_messages_of_the_caller_stay_as_they_are():
-    messages = [
-        {"role": "developer", "content": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    ]
-    before = json.dumps(messages)
-    template(TOOLS).render(messages)
-    template(PARTS).render([{"role": "assistant", "content": [{"type": "text", "text": "go"}]}])
-    assert json.dumps(messages) == before
-
-
-TWO_PARTS = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
-
-
-@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
-def test_c066_parts(role):
-    messages = [{"role": role, "content": TWO_PARTS}]
-    assert "A\nB" in template("{{ messages[0].content }}").render(messages)
-    assert template(PARTS).render(messages) == f"<{role}>A|B|" == transformers_render(PARTS, messages)
-    assert template(PARTS_ONLY).render(messages) == "<A><B>" == transformers_render(PARTS_ONLY, messages)
-
-
-def test_c066_text_for_a_template_that_only_knows_parts():
-    assert template(PARTS_ONLY).render([{"role": "user", "content": "text"}]) == "<text>"
-    assert template(PARTS_ONLY).render([{"role": "user", "content": []}]) == ""
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}], "reads text only"),
-        ([*TWO_PARTS, {"type": "input_image", "image_url": "file:///etc/passwd"}], r"content\[2\].*reads text only"),
-        ([{"type": "hologram", "text": "x"}], "'hologram'; known: text"),
-        ([{"type": "text"}], "has no text"),
-        ([{"type": "text", "text": 5}], "has no text"),
-        ([{"text": "x"}], "type is missing"),
-        ([""], "must be an object"),
-        ([None], "must be an object"),
-        (5, "must be text or a list"),
-        ({"type": "text"}, "must be text or a list"),
-        (True, "must be text or a list"),
-    ],
-)
-def test_c066_bad_parts(content, message):
-    with pytest.raises(RequestError, match=message) as caught:
-        template(CHATML).render([{"role": "user", "content": content}])
-    assert caught.value.param == "messages" and "messages[0].content" in str(caught.value)
-
-
-def test_c066_other_names_of_text_parts():
-    parts = [
-        {"type": "input_text", "text": "A"},
-        {"type": "output_text", "text": "B"},
-        {"type": "refusal", "refusal": "C"},
-    ]
-    assert template("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "A\nB\nC"
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        *([], None, {}, "hi", [None], [[]], ["hi"], 5),
-        *([{"role": "user"}], [{"content": "x"}], [{"role": "wizard", "content": "x"}], [{"role": 5, "content": "x"}]),
-        *([{"role": ["user"], "content": "x"}], [{"role": "user", "content": None}], [{"role": "assistant"}]),
-        *([{"role": "assistant", "tool_calls": "x"}], [{"role": "assistant", "tool_calls": [5]}]),
-        [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
-    ],
-)
-def test_c068_odd_messages(messages):
-    with pytest.raises(RequestError) as caught:
-        template(CHATML).render(messages)
-    assert caught.value.param == "messages" and caught.value.status_code == 400
-    assert len(str(caught.value)) < 300
-
-
-def test_c068_developer_role():
-    message = [{"role": "developer", "content": "x"}]
-    assert template("{{ messages[0].role }}").render(message) == "system"
-    assert template("{# developer #}{{ messages[0].role }}").render(message) == "developer"
-
-
-def test_c068_many_messages():
-    messages = [{"role": "user", "content": f"message {i}"} for i in range(2000)]
-    assert template(CHATML).render(messages) == transformers_render(CHATML, messages)
-
-
 def test_c069_lone_surrogates():
     for messages in (
         [{"role": "user", "content": "\ud83d"}],
@@ -397,13 +218,6 @@ def test_c069_lone_surrogates():
         with pytest.raises(RequestError, match="lone surrogate"):
             template(CHATML).render(messages)
     assert "\x00\ufeff" in template(CHATML).render([{"role": "user", "content": "\x00\ufeff"}])
-
-
-def test_earlier_reasoning_is_under_every_name():
-    source = "{{ messages[0].reasoning_content }}/{{ messages[0].thinking }}"
-    for name in ("reasoning_content", "reasoning", "thinking"):
-        messages = [{"role": "assistant", "content": "x", name: "hm"}]
-        assert template(source).render(messages) == "hm/hm" == transformers_render(source, messages)
 
 
 def test_tools_that_the_template_would_drop_are_refused():
@@ -416,88 +230,8 @@ def test_tools_that_the_template_would_drop_are_refused():
     assert template(with_default).render(CONVERSATIONS[0], tools=[TOOL]) == "add"
 
 
-# -- C106: hostile templates ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(RESERVED_KWARGS))
 def test_c106_reserved_kwargs(name):
     with pytest.raises(RequestError, match=name) as caught:
         template(CHATML).render(CONVERSATIONS[0], chat_template_kwargs={name: "x"})
     assert caught.value.param == "chat_template_kwargs"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) recursive %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
-        "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
-    ],
-)
-def test_c106_endless_templates_are_cut_off(monkeypatch, source):
-    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
-    with pytest.raises(RequestError, match=r"took more than 0\.2 s"):
-        template(source).render(CONVERSATIONS[0])
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ 'a' * 10 ** 9 }}", "repetition"),
-        ("{{ 10 ** 9 * ['a'] }}", "repetition"),
-        ("{{ 9 ** 99999 }}", "power"),
-        ("{{ range(10 ** 7) | list }}", "Range too big"),
-        (
-            "{% set ns = namespace(s='aaaa') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-            "built a text",
-        ),
-        (
-            "{% set ns = namespace(s='aaaa') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-            "built a text",
-        ),
-        ("{% for i in range(99) %}{{ 'a' * 1000000 }}{% endfor %}", "more than"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "too deeply nested"),
-    ],
-)
-def test_c106_large_results_are_cut_off(source, message):
-    with pytest.raises(RequestError, match=message):
-        template(source).render(CONVERSATIONS[0])
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
-        "{{ (messages | attr('__class__')).__name__ }}",
-        "{{ namespace(__class__=1) }}",
-        "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
-        "{{ raise_exception.__globals__.keys() }}",
-        "{{ dict.__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ '{0.__class__.__mro__}'.format(1) }}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
-    ],
-)
-def test_c106_the_sandbox_holds(source):
-    with pytest.raises(RequestError):
-        template(source).render(CONVERSATIONS[0])
-
-
-def test_rendering_in_many_threads():
-    """The budget of one rendering is no other's."""
-    chat, results = template(EVERYTHING), []
-    expected = [chat.render(messages) for messages in CONVERSATIONS]
-
-    def work():
-        results.append([chat.render(messages) for messages in CONVERSATIONS for _ in range(20)])
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [[text for text in expected for _ in range(20)]] * 8
