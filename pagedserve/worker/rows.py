@@ -37,7 +37,9 @@ class Rows:
         for parent, child, choice_index in output.forks:
             self._fork(parent, child, choice_index)
         for seq_id in output.released:
-            self._release(seq_id)
+            # After a step that failed, nobody knows which of its rows came into being.
+            if seq_id in self._row_of:
+                self._release(seq_id)
         for seq_id, token_id in output.appended:
             self.append(np.array([self.row_of(seq_id)]), np.array([token_id]))
         for new in output.new:
