@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+
+from pagedserve.errors import RequestError
+from tests.helpers.byte_tokenizer import CHATML
 from tests.helpers.chat_templates import (
     CALL,
     PARTS,
@@ -14,9 +17,6 @@ from tests.helpers.chat_templates import (
     template,
     transformers_render,
 )
-
-from pagedserve.errors import RequestError
-from tests.helpers.byte_tokenizer import CHATML
 
 TWO_PARTS = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
 

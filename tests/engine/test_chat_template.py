@@ -5,6 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import PreTrainedTokenizerFast
+
+from pagedserve.engine.chat_template import RESERVED_KWARGS, ChatTemplate
+from pagedserve.engine.tokenizer import Tokenizer
+from pagedserve.errors import ConfigError, RequestError
+from pagedserve.model_files import resolve
+from tests.helpers.byte_tokenizer import CHATML, write_tokenizer
 from tests.helpers.chat_templates import (
     CONVERSATIONS,
     EVERYTHING,
@@ -15,13 +22,6 @@ from tests.helpers.chat_templates import (
     template,
     transformers_render,
 )
-from transformers import PreTrainedTokenizerFast
-
-from pagedserve.engine.chat_template import RESERVED_KWARGS, ChatTemplate
-from pagedserve.engine.tokenizer import Tokenizer
-from pagedserve.errors import ConfigError, RequestError
-from pagedserve.model_files import resolve
-from tests.helpers.byte_tokenizer import CHATML, write_tokenizer
 from tests.helpers.tokenizers import SPM_CHAT, byte_level_backend, write_spm_tokenizer
 
 STRICT = (

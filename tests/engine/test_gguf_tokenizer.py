@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
-from tests.helpers.tokenizer_files import TEXTS, load_tokenizer, sentencepiece_model, write_gguf_vocabulary
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
@@ -17,6 +16,7 @@ from pagedserve.errors import ModelLoadError
 from tests.helpers.byte_tokenizer import BOS_ID, EOS_ID
 from tests.helpers.demo_model import demo_model
 from tests.helpers.gguf_files import byte_level_vocabulary, spm_vocabulary
+from tests.helpers.tokenizer_files import TEXTS, load_tokenizer, sentencepiece_model, write_gguf_vocabulary
 from tests.helpers.tokenizers import (
     BYTE,
     CONTROL,

@@ -6,7 +6,6 @@ import json
 
 import pytest
 from sentencepiece import SentencePieceProcessor
-from tests.helpers.tokenizer_files import TEXTS, load_tokenizer, sentencepiece_model
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers
 from transformers import AutoTokenizer
@@ -15,6 +14,7 @@ from pagedserve.engine import hf_tokenizer
 from pagedserve.errors import ModelLoadError
 from tests.helpers.byte_tokenizer import BOS_ID, EOS_ID, write_tokenizer
 from tests.helpers.checkpoints import llama_config
+from tests.helpers.tokenizer_files import TEXTS, load_tokenizer, sentencepiece_model
 from tests.helpers.tokenizers import (
     byte_level_backend,
     write_spm_tokenizer,

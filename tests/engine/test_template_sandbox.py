@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
+
+from pagedserve.engine import template_sandbox
+from pagedserve.errors import RequestError
 from tests.helpers.chat_templates import (
     CONVERSATIONS,
     EVERYTHING,
     template,
 )
-
-from pagedserve.engine import template_sandbox
-from pagedserve.errors import RequestError
 
 
 @pytest.mark.parametrize(

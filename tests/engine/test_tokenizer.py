@@ -9,13 +9,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.tokenizer_files import TEXTS, load_tokenizer, write_gguf_vocabulary
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from pagedserve.engine.tokenizer import Tokenizer, check_unicode
 from pagedserve.errors import RequestError
 from tests.helpers.gguf_files import byte_level_vocabulary
+from tests.helpers.tokenizer_files import TEXTS, load_tokenizer, write_gguf_vocabulary
 from tests.helpers.tokenizers import (
     byte_backend_with_added_tokens,
     byte_level_backend,
