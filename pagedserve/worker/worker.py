@@ -57,12 +57,13 @@ class Worker:
         self._attention: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
         self._max_model_len = 0
+        self._outer_num_threads = torch.get_num_threads()
 
     def load_model(self) -> None:
         """Chooses the attention backend and reads the weights. Raises ModelLoadError or ConfigError."""
         settings = self._model_config
         if self._device.type == "cpu":
-            _use_threads(settings.num_threads or usable_cores())
+            torch.set_num_threads(settings.num_threads or usable_cores())
         config = parse_config(self._files)
         self._max_model_len = resolve_max_model_len(config.max_model_len, settings.max_model_len)
         spec = config.attention_spec(
@@ -82,6 +83,10 @@ class Worker:
             max_model_len=self._max_model_len,
             dummy_seed=settings.seed if settings.load_format == "dummy" else None,
         )
+        if self._device.type == "cpu" and self._dtype is torch.float32 and native.available():
+            # What is left to torch in a step is small, and its threads would wait for cores on which native ones spin.
+            native.set_num_threads(torch.get_num_threads())
+            torch.set_num_threads(1)
         logger.info("%s on %s in %s, attention: %s", self._files.name, self._device, self._dtype, self._attention.name)
 
     def max_model_len(self) -> int:
@@ -135,7 +140,8 @@ class Worker:
         return self._runner.execute(output)
 
     def shutdown(self) -> None:
-        """Lets go of weights and pools; safe to call twice."""
+        """Lets go of weights and pools, and gives the process its threads back; safe to call twice."""
+        torch.set_num_threads(self._outer_num_threads)
         self._runner = self._model = self._attention = None
 
     def _kv_cache_spec(self) -> KVCacheSpec:
@@ -149,13 +155,6 @@ class Worker:
             dtype=str(self._kv_dtype).removeprefix("torch."),
             bytes_per_block=self._model.num_layers * layer_bytes,
         )
-
-
-def _use_threads(count: int) -> None:
-    """One number for both pools of threads of this process, torch's and the native kernels'."""
-    torch.set_num_threads(count)
-    if native.available():
-        native.set_num_threads(count)
 
 
 def _device(name: str) -> torch.device:

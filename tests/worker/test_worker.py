@@ -171,10 +171,18 @@ def test_what_is_not_there_is_refused(checkpoint: Path) -> None:
             make_worker(checkpoint, device="cuda")
 
 
-def test_threads_as_asked(checkpoint: Path) -> None:
-    make_worker(checkpoint, num_threads=2)
+def test_threads_as_asked_and_given_back(checkpoint: Path) -> None:
+    torch.set_num_threads(2)
+    worker = make_worker(checkpoint, num_threads=3)
+    if native.available():
+        # Torch's own threads would only be in the way of the native ones.
+        assert (native.num_threads(), torch.get_num_threads()) == (3, 1)
+    else:
+        assert torch.get_num_threads() == 3
+    worker.shutdown()
     assert torch.get_num_threads() == 2
-    assert not native.available() or native.num_threads() == 2
+    make_worker(checkpoint, num_threads=3, dtype="bfloat16")
+    assert torch.get_num_threads() == 3
 
 
 def test_shutdown_twice(checkpoint: Path) -> None:
