@@ -17,6 +17,14 @@ logger = get_logger(__name__)
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 _CONTROL_TOKEN = 3
+# What the converter took from the model's generation_config.json.
+_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +163,7 @@ def hf_config(
 
 
 def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation_config.json of the model: bos, and every id that ends a turn, the main one first."""
+    """The generation_config.json of the model: sampling defaults, bos, every id that ends a turn (the main one first)."""
     prefix = "tokenizer.ggml."
     ends = [metadata.get(f"{prefix}{key}_token_id") for key in ("eos", "eot", "eom")]
     tokens = metadata.get(f"{prefix}tokens", ())
@@ -172,6 +180,9 @@ def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "pad_token_id": metadata.get(f"{prefix}padding_token_id"),
     }
     config["eos_token_id"] = unique if len(unique) > 1 else unique[0] if unique else None
+    for key, name in _SAMPLING_KEYS.items():
+        value = metadata.get(f"general.sampling.{key}")
+        config[name] = _short_float(value) if isinstance(value, float) else value
     return {key: value for key, value in config.items() if value is not None}
 
 

@@ -92,7 +92,9 @@ def _from_gguf(path: Path, name: str) -> ModelFiles:
 
 
 def _from_folder(folder: Path, name: str, require_weights: bool) -> ModelFiles:
-    if not (folder / "config.json").is_file():
+    config, generation_config = folder / "config.json", folder / "generation_config.json"
+    # Repositories of GGUF files often keep the config.json of the model that was converted.
+    if not config.is_file() or next(folder.glob("*.safetensors*"), None) is None:
         ggufs = sorted(folder.glob("*.gguf"))
         if len(ggufs) == 1:
             return _from_gguf(ggufs[0], name)
@@ -100,9 +102,9 @@ def _from_folder(folder: Path, name: str, require_weights: bool) -> ModelFiles:
             raise ModelNotFoundError(
                 f"{folder} holds several GGUF files; give one of them: {', '.join(g.name for g in ggufs)}"
             )
-        if require_weights or not _tokenizer_files(folder):
-            raise ModelNotFoundError(f"{folder} is not a model: it has neither config.json nor a .gguf file")
-    config, generation_config = folder / "config.json", folder / "generation_config.json"
+    tokenizer_files = _tokenizer_files(folder)
+    if not config.is_file() and (require_weights or not tokenizer_files):
+        raise ModelNotFoundError(f"{folder} is not a model: it has neither config.json nor a .gguf file")
     return ModelFiles(
         kind="safetensors",
         path=folder,
@@ -110,7 +112,7 @@ def _from_folder(folder: Path, name: str, require_weights: bool) -> ModelFiles:
         config=read_json_object(config) if config.is_file() else {},
         generation_config=read_json_object(generation_config) if generation_config.is_file() else {},
         weight_files=_weight_files(folder, require_weights),
-        tokenizer_files=_tokenizer_files(folder),
+        tokenizer_files=tokenizer_files,
     )
 
 

@@ -136,3 +136,13 @@ def test_a_strange_tensor_is_named(tmp_path, config, tensors):
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_ux.weight"))
     with pytest.raises(ModelLoadError, match=r"blk\.1\.ffn_ux\.weight is not part of"):
         GGUFFile(path).tensor_names()
+
+
+def test_sampling_defaults(tmp_path, config, tensors):
+    def write(writer):
+        writer.add_float32("general.sampling.temp", 0.6)
+        writer.add_int32("general.sampling.top_k", 20)
+        writer.add_float32("general.sampling.penalty_repeat", 1.05)
+
+    made = GGUFFile(small_file(tmp_path, config, tensors, metadata=write)).generation_config()
+    assert made == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}

@@ -96,6 +96,9 @@ def test_gguf_file_and_folder_with_one(tmp_path, config, tensors):
         assert files.path == path and files.weight_files == (path,)
         assert files.config["num_hidden_layers"] == 2
     assert resolve(str(path)).name == "Tiny.Q8"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve(str(tmp_path)).kind == "gguf", "a config.json without safetensors beside it changes nothing"
+    (tmp_path / "config.json").unlink()
     write_llama_gguf(tmp_path / "other.gguf", config, tensors)
     with pytest.raises(ModelNotFoundError, match=r"Tiny\.Q8\.gguf, other\.gguf"):
         resolve(str(tmp_path))

@@ -13,6 +13,9 @@ from tokenizers.models import BPE
 from pagedserve.engine.hf_tokenizer import frame_with_bos_eos
 from pagedserve.errors import ModelLoadError
 from pagedserve.gguf_file import GGUFFile
+from pagedserve.log import get_logger
+
+logger = get_logger(__name__)
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
@@ -98,7 +101,12 @@ def _vocabulary(metadata: Mapping[str, Any], path: Path) -> tuple[list[str], lis
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], path: Path) -> tuple[Backend, bool]:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre is None:
+        logger.warning(
+            "%s does not say how to cut text (tokenizer.ggml.pre): ids may differ from the model's own", path
+        )
+        pre = "default"
     if pre not in _SPLITS:
         raise ModelLoadError(f"{path}: tokenizer.ggml.pre {pre!r} is not supported; known: {', '.join(_SPLITS)}")
     merges = metadata.get("tokenizer.ggml.merges")

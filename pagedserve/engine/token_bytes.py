@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from pagedserve.errors import ModelLoadError
 
+_MAX_ID = 2**32 - 1
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 KNOWN_STEPS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 
@@ -104,7 +105,7 @@ class TokenBytes:
         return per_token
 
     def _compute(self, token_id: int, *, first: bool) -> bytes:
-        token = self._backend.id_to_token(token_id)
+        token = self._backend.id_to_token(token_id) if 0 <= token_id <= _MAX_ID else None
         if token is None:
             return b""
         for step in self._steps:

@@ -49,4 +49,6 @@ def test_single_tokens_for_logprobs(byte_level, spm):
     word = spm.token_to_id("▁hello")
     assert (spm.id_to_text(word), spm.id_to_token(word)) == (" hello", "▁hello")
     assert spm.id_to_bytes(spm.token_to_id("<0xE6>")) == b"\xe6"
-    assert spm.id_to_bytes(10**6) == b"" and spm.id_to_token(10**6) is None
+    assert spm.id_to_token(10**6) is None
+    assert all(spm.id_to_bytes(nothing) == b"" for nothing in (10**6, -1, 2**40))
+    assert spm.decode([-1, word, 2**63]) == "hello"
