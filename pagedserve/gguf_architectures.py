@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ logger = get_logger(__name__)
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 _CONTROL_TOKEN = 3
+_FLOAT32_MAX = 3.4e38
 # What the converter took from the model's generation_config.json.
 _SAMPLING_KEYS = {
     "temp": "temperature",
@@ -163,7 +165,7 @@ def hf_config(
 
 
 def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation_config.json of the model: sampling defaults, bos, every id that ends a turn (the main one first)."""
+    """The generation_config.json of the model: sampling defaults, bos, what ends a turn (the main id first)."""
     prefix = "tokenizer.ggml."
     ends = [metadata.get(f"{prefix}{key}_token_id") for key in ("eos", "eot", "eom")]
     tokens = metadata.get(f"{prefix}tokens", ())
@@ -182,7 +184,7 @@ def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     config["eos_token_id"] = unique if len(unique) > 1 else unique[0] if unique else None
     for key, name in _SAMPLING_KEYS.items():
         value = metadata.get(f"general.sampling.{key}")
-        config[name] = _short_float(value) if isinstance(value, float) else value
+        config[name] = _short_float(value) if isinstance(value, float) and abs(value) < _FLOAT32_MAX else value
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -193,6 +195,8 @@ def _rope_scaling(keys: _Keys, factors: list[float] | None) -> dict[str, Any] | 
     if factors is not None:
         # Llama 3.x: the converter evaluated the scaling rule into one divisor a frequency. LongRoPE with the same
         # list for short and long texts, and no change of magnitude, is exactly that.
+        if not all(0.0 < f < _FLOAT32_MAX for f in factors):
+            raise ModelLoadError(f"{keys.path}: rope_freqs.weight holds numbers that cannot be divisors")
         factors = [_short_float(f) for f in factors]
         return {
             "rope_type": "longrope",
@@ -221,9 +225,10 @@ def _rope_scaling(keys: _Keys, factors: list[float] | None) -> dict[str, Any] | 
 
 def _short_float(value: float) -> float:
     """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-05."""
+    stored = struct.pack("<f", value)
     for digits in range(1, 10):
         candidate = float(f"{value:.{digits}g}")
-        if math.isclose(candidate, value, rel_tol=2**-25, abs_tol=0.0):
+        if struct.pack("<f", candidate) == stored:
             return candidate
     return value
 
@@ -254,7 +259,7 @@ class _Keys:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _FLOAT32_MAX:
             raise ModelLoadError(f"{self.path}: metadata {self._prefix}.{key} is {_shown(value)}, not a number")
         return float(value)
 

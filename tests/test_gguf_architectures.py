@@ -54,6 +54,10 @@ def test_rope_freqs_become_factors_not_a_weight(tmp_path, config, tensors):
     assert scaling["rope_type"] == "longrope"
     np.testing.assert_array_equal(np.float32(scaling["short_factor"]), factors)
     assert scaling["long_factor"] == scaling["short_factor"]
+    for bad in (0.0, -1.0, np.inf, np.nan):
+        factors[3] = bad
+        with pytest.raises(ModelLoadError, match="rope_freqs"):
+            GGUFFile(small_file(tmp_path, config, tensors, rope_freqs=factors)).config()
 
 
 def test_rope_freqs_mean_to_transformers_what_they_mean_to_llama_cpp(tmp_path, config, tensors):
