@@ -13,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagedserve import envs
@@ -34,6 +34,8 @@ class CatalogEntry:
     sha256: str
     num_bytes: int
     license: str
+    # What the model's authors recommend to sample with, where the file does not carry it.
+    generation_config: dict[str, float] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -50,6 +52,8 @@ CATALOG = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         num_bytes=98_362_432,
         license="Apache-2.0",
+        # At temperature 1 a model of this size wanders off the question.
+        generation_config={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pagedserve import catalog
@@ -70,7 +71,8 @@ def resolve(
     if path.is_file():
         return _from_gguf(path, path.stem)
     if (name := model.lower()) in catalog.CATALOG:
-        return _from_gguf(catalog.fetch(name, cache_dir=cache_dir, log=log), name)
+        defaults = catalog.CATALOG[name].generation_config
+        return _from_gguf(catalog.fetch(name, cache_dir=cache_dir, log=log), name, defaults)
     if model.startswith(("/", ".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
             f"--model {model}: no such file or folder; give a folder with config.json and safetensors, a .gguf file, "
@@ -79,14 +81,14 @@ def resolve(
     return _from_folder(_from_hub(model, revision, require_weights, log), model, require_weights)
 
 
-def _from_gguf(path: Path, name: str) -> ModelFiles:
+def _from_gguf(path: Path, name: str, generation_defaults: Mapping[str, Any] = MappingProxyType({})) -> ModelFiles:
     file = GGUFFile(path)
     return ModelFiles(
         kind="gguf",
         path=path,
         name=name,
         config=file.config(),
-        generation_config=file.generation_config(),
+        generation_config={**generation_defaults, **file.generation_config()},
         weight_files=(path,),
     )
 

@@ -11,6 +11,7 @@ from pagedserve.errors import ModelLoadError, ModelNotFoundError
 from pagedserve.model_files import INDEX_FILE, resolve
 from tests.helpers.byte_tokenizer import EOS_ID, IM_END_ID
 from tests.helpers.checkpoints import llama_config, random_tensors, write_checkpoint
+from tests.helpers.demo_model import demo_model
 from tests.helpers.gguf_files import write_llama_gguf
 
 
@@ -164,3 +165,11 @@ def test_hub_download_is_used(tmp_path, config, tensors, monkeypatch):
     assert asked["repo"] == "some-org/tiny" and asked["revision"] == "v1"
     # Weights as pickles or repository code are not even fetched.
     assert not any(pattern.endswith((".bin", ".py")) for pattern in asked["allow_patterns"])
+
+
+def test_a_catalog_model_brings_its_authors_sampling_defaults() -> None:
+    defaults = catalog.CATALOG["smollm2-135m-instruct"].generation_config
+    demo_model()
+    found = resolve("smollm2-135m-instruct").generation_config
+    assert defaults.items() <= found.items()
+    assert {"eos_token_id"} <= set(found)
