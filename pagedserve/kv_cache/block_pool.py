@@ -1,0 +1,101 @@
+"""BlockPool: all blocks of one memory, who is free, and which contents can be found again.
+
+The free queue is in eviction order: its head is taken first. A released block that holds nothing findable goes to the
+head, one with a digest to the tail, so what may be hit again is overwritten last and least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from pagedserve.kv_cache.block import Block
+
+
+class BlockPool:
+    """`num_blocks` blocks with reference counts, a free queue and an index from digest to block."""
+
+    def __init__(self, num_blocks: int):
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free: OrderedDict[Block, None] = OrderedDict.fromkeys(self._blocks)
+        self._index: dict[bytes, Block] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no table holds; findable ones among them count, for they can be overwritten."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that tables hold."""
+        return 1.0 - len(self._free) / len(self._blocks) if self._blocks else 0.0
+
+    def allocate(self) -> Block:
+        """The block that was of use longest ago, its old content forgotten. KeyError if none is free."""
+        block, _ = self._free.popitem(last=False)
+        if block.digest is not None:
+            self.forget(block)
+        block.ref_count = 1
+        return block
+
+    def retain(self, block: Block) -> None:
+        """One more table holds `block`; a free one leaves the queue and keeps its content."""
+        if block.ref_count == 0:
+            del self._free[block]
+        block.ref_count += 1
+
+    def release(self, block: Block) -> None:
+        """One table fewer holds `block`. Release a chain's deepest block first: it is then evicted first."""
+        assert block.ref_count > 0, f"{block} is released but nobody holds it"
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self._free[block] = None
+            if block.digest is None:
+                self._free.move_to_end(block, last=False)
+
+    def find(self, digest: bytes) -> Block | None:
+        """The block with that content, free or held."""
+        return self._index.get(digest)
+
+    def register(self, block: Block, digest: bytes) -> None:
+        """Make a full block findable. Where two blocks have one content, the first stays the one that is found."""
+        if block.digest is None and digest not in self._index:
+            block.digest = digest
+            self._index[digest] = block
+
+    def forget(self, block: Block) -> None:
+        """The block is no longer findable; what tables it serves does not change."""
+        if block.digest is not None:
+            del self._index[block.digest]
+            block.digest = None
+
+    def discard(self, block: Block) -> None:
+        """Nobody will want this content here again: forget it, and take the block first if it is free."""
+        self.forget(block)
+        if block.ref_count == 0:
+            self._free.move_to_end(block, last=False)
+
+    def forget_all(self) -> None:
+        """Nothing is findable any more."""
+        for block in list(self._index.values()):
+            self.forget(block)
+
+    def check(self, held: Iterable[Block]) -> None:
+        """Prove the accounts, given every entry of every table, repetitions too. AssertionError tells what is wrong."""
+        references: dict[Block, int] = {}
+        for block in held:
+            references[block] = references.get(block, 0) + 1
+        for block in self._blocks:
+            count = references.pop(block, 0)
+            assert block.ref_count == count, f"{block} is in {count} tables"
+            assert (block in self._free) == (count == 0), f"{block}: free queue and references disagree"
+            assert block.digest is None or self._index.get(block.digest) is block, (
+                f"{block} is not what its digest finds"
+            )
+        assert not references, f"tables hold blocks of another pool: {list(references)}"
+        for digest, block in self._index.items():
+            assert block.digest == digest, f"the index has {block} under another digest"

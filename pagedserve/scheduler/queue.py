@@ -1,0 +1,69 @@
+"""The order of groups, and a queue that keeps it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from pagedserve.registry import Registry
+from pagedserve.scheduler.group import Group
+from pagedserve.sequence import Request
+
+# A policy makes a group's key from its request and the number of its arrival; smaller keys go first.
+Policy = Callable[[Request, int], tuple[int, ...]]
+
+POLICIES: Registry[Policy] = Registry(
+    "scheduling policy",
+    {
+        "fcfs": "pagedserve.scheduler.queue:first_come",
+        "priority": "pagedserve.scheduler.queue:lowest_priority_value",
+    },
+)
+
+
+def first_come(request: Request, arrival: int) -> tuple[int, ...]:
+    """First come, first served."""
+    return (arrival,)
+
+
+def lowest_priority_value(request: Request, arrival: int) -> tuple[int, ...]:
+    """Lower `priority` first; first come, first served among equals."""
+    return (request.priority, arrival)
+
+
+class GroupQueue:
+    """Groups by key. A removed group's entry stays in the heap until it comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, ...], Group]] = []
+        self._members: set[Group] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._members
+
+    def push(self, group: Group) -> None:
+        """Enter a group at its key's place."""
+        self._members.add(group)
+        heapq.heappush(self._heap, (group.key, group))
+
+    def remove(self, group: Group) -> None:
+        """Leave the queue from any place; nothing happens where the group is not in it."""
+        self._members.discard(group)
+
+    def peek(self) -> Group | None:
+        """The group whose turn it is."""
+        while self._heap and self._heap[0][1] not in self._members:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> Group:
+        """Take out the group whose turn it is; IndexError if there is none."""
+        group = self.peek()
+        if group is None:
+            raise IndexError("no group is waiting")
+        heapq.heappop(self._heap)
+        self._members.remove(group)
+        return group
