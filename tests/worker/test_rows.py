@@ -43,21 +43,6 @@ def test_a_fork_is_a_copy_that_goes_its_own_way() -> None:
     assert rows.state_of(1).stream != rows.state_of(0).stream
 
 
-def test_a_child_that_shares_logits_has_the_blocks_that_the_step_gave_its_parent() -> None:
-    rows = Rows(4, BLOCK)
-    apply(rows, new=[new(0, [1] * 6, [10])])
-    apply(
-        rows,
-        forks=[(0, 1, 1)],
-        shared_logits=[(1, 0)],
-        seq_ids=[0],
-        num_scheduled=[2],
-        num_computed=[4],
-        new_block_ids=[[11]],
-    )
-    assert rows.block_tables.of(rows.row_of(1)) == [10, 11]
-
-
 def test_order_of_a_step_forks_then_released_then_new() -> None:
     """The parent leaves in the step in which its child is born, and a newcomer gets its row."""
     rows = Rows(2, BLOCK)
@@ -108,6 +93,13 @@ def test_generation_changes_when_rows_change_hands_and_only_then() -> None:
     assert rows.generation == before
     apply(rows, released=[0], new=[new(0, [1], [0])])
     assert rows.generation > before
+
+
+def test_a_release_of_a_row_that_never_came_into_being_is_no_mistake() -> None:
+    rows = Rows(1, BLOCK)
+    apply(rows, released=[7], new=[new(0, [1], [0])])
+    apply(rows, released=[0, 7], new=[new(1, [2], [1])])
+    assert len(rows) == 1
 
 
 def test_prompt_logprobs_are_remembered_until_the_row_is_released() -> None:
