@@ -49,9 +49,6 @@ class Rows:
                 self.block_tables.append(self.row_of(seq_id), block_ids)
         for seq_id, index, block_id in output.replaced_blocks:
             self.block_tables.replace(self.row_of(seq_id), index, block_id)
-        for child, parent in output.shared_logits:
-            # Such a child starts where this step leaves the parent, so it has the blocks that the step added too.
-            self.block_tables.copy(self.row_of(parent), self.row_of(child))
 
     def row_of(self, seq_id: int) -> int:
         row = self._row_of.get(seq_id)

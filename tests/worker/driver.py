@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ class Tracked:
     choice_index: int
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
+    num_sent: int = 0  # how many of the blocks the worker's row knows
 
 
 class Driver:
@@ -128,18 +129,16 @@ class Driver:
         self._send_new(seq_id)
 
     def fork(self, parent: int, child: int, choice_index: int, *, shares_logits: bool = False) -> None:
+        """A child of a row that exists; of one that is still to be sent, the child is sent beside it."""
         source = self.sequences[parent]
-        self.sequences[child] = Tracked(
-            list(source.token_ids),
-            source.num_prompt_tokens,
-            source.params,
-            source.seed,
-            choice_index,
-            source.num_computed,
-            list(source.block_ids),
+        self.sequences[child] = replace(
+            source, token_ids=list(source.token_ids), block_ids=list(source.block_ids), choice_index=choice_index
         )
-        self._pending.forks.append((parent, child, choice_index))
+        if all(new.seq_id != parent for new in self._pending.new):
+            self._pending.forks.append((parent, child, choice_index))
         if shares_logits:
+            # Made when the parent's blocks of this step are there; until then it holds none.
+            self.sequences[child].block_ids = []
             self._pending.shared_logits.append((child, parent))
 
     def append(self, seq_id: int, token_id: int) -> None:
@@ -156,17 +155,21 @@ class Driver:
             sequence = self.sequences[seq_id]
             self._own_written_block(seq_id, output)
             end = sequence.num_computed + count
-            new = [self.free.pop() for _ in range(-(-end // BLOCK_SIZE) - len(sequence.block_ids))]
+            missing = -(-end // BLOCK_SIZE) - len(sequence.block_ids)
+            sequence.block_ids += [self.free.pop() for _ in range(missing)]
             output.seq_ids.append(seq_id)
             output.num_scheduled.append(count)
             output.num_computed.append(sequence.num_computed)
-            output.new_block_ids.append(new)
-            sequence.block_ids += new
+            output.new_block_ids.append(sequence.block_ids[sequence.num_sent :])
+            sequence.num_sent = len(sequence.block_ids)
             sequence.num_computed = end
-            for child, parent in output.shared_logits:
-                if parent == seq_id:
-                    self.sequences[child].num_computed = end
-                    self.sequences[child].block_ids = list(sequence.block_ids)
+        forked = {child for _, child, _ in output.forks}
+        for child, parent in output.shared_logits:
+            # The child has the blocks that this step gave its parent; its row, a copy from before, hears of them later.
+            self.sequences[child].num_computed = self.sequences[parent].num_computed
+            self.sequences[child].block_ids = list(self.sequences[parent].block_ids)
+            if child not in forked:
+                self._send_new(child)
         self._pending = SchedulerOutput(step_id=0)
         result = self.runner.execute(output)
         for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True):
@@ -189,6 +192,7 @@ class Driver:
 
     def _send_new(self, seq_id: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         s = self.sequences[seq_id]
+        s.num_sent = len(s.block_ids)
         self._pending.new.append(
             NewSequence(
                 seq_id=seq_id,
