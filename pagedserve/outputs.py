@@ -15,7 +15,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
-    cumulative_logprob: float = 0.0
+    # Of the whole output; None where nobody asked for logprobs or for the best of several.
+    cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     delta_text: str = ""

@@ -28,6 +28,7 @@ class Choice:
         params = request.sampling_params
         self.index = index
         self._include_stop = params.include_stop_str_in_output
+        self._is_scored = params.logprobs is not None or params.beam is not None or params.num_sequences > params.n
         self._stream = TextStream(tokenizer, params, request.prompt_token_ids)
         self.text = ""
         self.token_ids: list[int] = []
@@ -83,7 +84,7 @@ class Choice:
             text=self.text,
             token_ids=self.token_ids.copy(),
             logprobs=None if self.logprobs is None else self.logprobs.copy(),
-            cumulative_logprob=self.cumulative_logprob,
+            cumulative_logprob=self.cumulative_logprob if self._is_scored else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             delta_text=self.text[start_text:],

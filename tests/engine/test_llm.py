@@ -152,10 +152,12 @@ def test_seeds_repeat_and_choices_differ(llm: LLM) -> None:
 
 def test_best_of_returns_the_most_likely_of_what_n_would_give(llm: LLM) -> None:
     params = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=6, ignore_eos=True)
-    everything = llm.generate("abc", params, use_tqdm=False)[0].outputs
+    everything = llm.generate("abc", params.with_(logprobs=0), use_tqdm=False)[0].outputs
     best = llm.generate("abc", params.with_(n=2, best_of=4), use_tqdm=False)[0].outputs
-    ranked = sorted(everything, key=lambda c: -c.cumulative_logprob / len(c.token_ids))
+    ranked = sorted(everything, key=lambda c: -(c.cumulative_logprob or 0.0) / len(c.token_ids))
     assert [c.token_ids for c in best] == [c.token_ids for c in ranked[:2]]
+    assert best[0].cumulative_logprob == pytest.approx(ranked[0].cumulative_logprob, abs=1e-5)
+    assert llm.generate("abc", params, use_tqdm=False)[0].outputs[0].cumulative_logprob is None
     assert [c.index for c in best] == [0, 1]
 
 
