@@ -87,8 +87,8 @@ class LogprobColumns:
     def add_prompt(self, token_ids: list[int], entries: list[TokenLogprobs | None], text: str) -> None:
         """The prompt's tokens. `text` is what the client is shown of it: not BOS, nor a space that was put before."""
         for token_id, entry in zip(token_ids, entries, strict=True):
-            self._append(token_id, entry)
-            token = self._decoder.decode(self._tokenizer.id_to_bytes(token_id))
+            raw = self._begin(token_id, entry)
+            token = self._decoder.decode(raw)
             if text.startswith(token, self._offset):
                 self._offset += len(token)
             elif not self._tokenizer.is_special(token_id):
@@ -98,18 +98,24 @@ class LogprobColumns:
     def add(self, token_ids: list[int], entries: list[TokenLogprobs]) -> None:
         """The next tokens of the output."""
         for token_id, entry in zip(token_ids, entries, strict=True):
-            self._append(token_id, entry)
-            if not (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
-                self._offset += len(self._decoder.decode(self._tokenizer.id_to_bytes(token_id)))
+            is_hidden = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+            raw = self._begin(token_id, entry, is_hidden=is_hidden)
+            if not is_hidden:
+                self._offset += len(self._decoder.decode(raw))
 
     def take(self) -> CompletionLogprobs:
         """What was added since the last call."""
         columns, self._columns = self._columns, CompletionLogprobs()
         return columns
 
-    def _append(self, token_id: int, entry: TokenLogprobs | None) -> None:
-        """One row; None for the first token of a prompt, which nothing precedes."""
+    def _begin(self, token_id: int, entry: TokenLogprobs | None, *, is_hidden: bool = False) -> bytes:
+        """One row, with the place where the token begins; returns its bytes. A prompt's first token has no `entry`."""
+        raw = self._tokenizer.id_to_bytes(token_id)
+        # Bytes that this token does not continue are a character of their own by now: U+FFFD.
+        if raw and not is_hidden and not 0x80 <= raw[0] <= 0xBF:
+            self._offset += len(self._decoder.decode(b"", final=True))
         self._columns.tokens.append(self._texts.text(token_id))
         self._columns.text_offset.append(self._offset)
         self._columns.token_logprobs.append(None if entry is None else finite(entry.logprobs[0]))
         self._columns.top_logprobs.append(None if entry is None else self._texts.top(entry, self._num_top))
+        return raw

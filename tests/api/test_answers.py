@@ -47,6 +47,7 @@ def ask(tiny: ServerProcess) -> Iterator[Asker]:
     yield asker
     assert asker.texts(temperature=0) == canary
     assert asker.client.get("/health").status_code == 200
+    asker.client.close()
 
 
 # -- logprobs ---------------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_best_of_returns_the_most_likely(ask: Asker) -> None:
 def test_beam_search(ask: Asker) -> None:
     fixed = {"use_beam_search": True, "n": 3, "max_tokens": 6}
     texts = ask.texts(**fixed)
-    assert len(set(texts)) == 3
+    assert len(set(map(tuple, ask.ids(**fixed)))) == 3
     assert ask.texts(**fixed, temperature=0) == texts
     assert ask.texts(use_beam_search=True, beam_width=3, max_tokens=6) == texts[:1]
     assert ask.texts(use_beam_search=True, best_of=3, max_tokens=6) == texts[:1]
@@ -253,8 +254,8 @@ def test_special_tokens_are_added_where_wanted(ask: Asker) -> None:
 
     assert prompt_ids(prompt="ab") == [BOS_ID, *byte_ids("ab")]
     assert prompt_ids(prompt="ab", add_special_tokens=False) == byte_ids("ab")
-    assert prompt_ids(prompt="abcdef", truncate_prompt_tokens=3) == byte_ids("def")
-    assert prompt_ids(prompt="abcdef", truncate_prompt_tokens=3, truncation_side="right") == [BOS_ID, *byte_ids("ab")]
+    assert prompt_ids(prompt="uvwxyz", truncate_prompt_tokens=3) == byte_ids("xyz")
+    assert prompt_ids(prompt="uvwxyz", truncate_prompt_tokens=3, truncation_side="right") == [BOS_ID, *byte_ids("uv")]
     assert len(prompt_ids(prompt="a" * 2000, truncate_prompt_tokens=-1)) == 511
     for body in ({"prompt": "héllo", "add_special_tokens": False}, {"prompt": "the thing"}):
         count = ask.post("/tokenize", **body).json()["count"]

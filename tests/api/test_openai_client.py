@@ -58,7 +58,7 @@ def test_chat_and_its_stream(client: openai.OpenAI) -> None:
 def test_chat_through_the_stream_helper(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model="tiny", messages=MESSAGES, max_tokens=8, seed=1) as stream:
         text = "".join(event.delta for event in stream if event.type == "content.delta")
-        final = stream.get_final_completion()
+        final = stream.current_completion_snapshot
     assert final.choices[0].message.content == text
 
 

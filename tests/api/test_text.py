@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -61,8 +62,10 @@ class Scripted:
 
 
 @pytest.fixture(scope="module")
-def asked(scripted: ServerProcess) -> Scripted:
-    return Scripted(scripted)
+def asked(scripted: ServerProcess) -> Iterator[Scripted]:
+    asked = Scripted(scripted)
+    yield asked
+    asked.client.close()
 
 
 @pytest.mark.parametrize("way", ["complete", "chat"])
