@@ -31,21 +31,40 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DIGIT = r"\p{N}"
-_PUNCTUATION = r"[\p{P}$+<=>^~|]+"
+_LINE_BREAK = r"[\r\n]"
+_EAST_ASIAN = r"[一-龥ࠀ-一가-퟿]+"
+_CASED_WORD = r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"
+_WIDE_PUNCTUATION = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
 
+# Each pattern cuts what the ones before it left; what no pattern matches is a piece too.
 _SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "olmo", "phi-2", "mpt", "jais"), (_GPT2_WORDS,)),
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2", "mpt", "jais", "exaone4", "gigachat", "mellum"), (_GPT2_WORDS,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (_DIGIT, _GPT2_WORDS)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "glm4"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
+    "deepseek-llm": (_LINE_BREAK, _CASED_WORD, _WIDE_PUNCTUATION, r"\s+$", _EAST_ASIAN, r"\p{N}+"),
+    "deepseek-coder": (_LINE_BREAK, r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, _DIGIT),
+    "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3),
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, r"[0-9][0-9][0-9]"),
-    "default": (_PUNCTUATION, _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "default": (r"[\p{P}$+<=>^~|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 # A word that is in the vocabulary is taken whole, even where merges would not build it.
-_IGNORE_MERGES = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
-_ADD_BOS_BY_DEFAULT = _IGNORE_MERGES
+_ADD_BOS_BY_DEFAULT = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
+_IGNORE_MERGES = _ADD_BOS_BY_DEFAULT | {"glm4"}
 _NFC = frozenset(("qwen2", "deepseek-r1-qwen"))
 
 _ROLES = {
@@ -142,10 +161,10 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Se
             byte_fallback=_BYTE in kinds,
         )
     )
+    # As SentencePiece and llama.cpp do: a space before the text, and before what follows a special token.
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if prefix else "never", split=False
-    )
+    spaces = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         steps.append(decoders.Strip(content=" ", left=1))

@@ -26,7 +26,7 @@ from pagedserve.model_files import ModelFiles
 logger = get_logger(__name__)
 
 # Part of the cache key: raise it when a conversion changes.
-_CONVERSION_VERSION = 1
+_CONVERSION_VERSION = 2
 
 
 class Tokenizer:

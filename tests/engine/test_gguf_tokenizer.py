@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Backend
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from pagedserve.engine.token_bytes import byte_alphabet
 from pagedserve.errors import ModelLoadError
@@ -56,8 +56,16 @@ def test_byte_level_gguf(tmp_path):
 def test_sentencepiece_gguf(tmp_path, space_prefix):
     path = write_gguf_vocabulary(tmp_path, spm_vocabulary(spm_pieces(), space_prefix=space_prefix))
     ours = load_tokenizer(path, tmp_path)
-    assert_same_vocabulary(ours, spm_backend(add_prefix_space=space_prefix is not False))
+    # llama.cpp's rule: a space before the text, and again after every special token.
+    backend = spm_backend(add_prefix_space=space_prefix is not False)
+    prefix = [normalizers.Prepend("▁")] if space_prefix is not False else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    content = json.loads(backend.to_str())
+    content["pre_tokenizer"] = None
+    assert_same_vocabulary(ours, Backend.from_str(json.dumps(content)))
     assert ours.encode("hello")[0] == 1, "SentencePiece vocabularies add BOS unless the file says otherwise"
+    spaced = [ours.id_to_text(i) for i in ours.encode("he</s>he", add_special_tokens=False)]
+    assert spaced == (["he", "</s>", "he"] if space_prefix is False else [" he", "</s>", " he"])
 
 
 def test_gguf_of_a_sentencepiece_model(tmp_path):
@@ -69,7 +77,7 @@ def test_gguf_of_a_sentencepiece_model(tmp_path):
         for i in range(oracle.vocab_size())
     ]
     ours = load_tokenizer(write_gguf_vocabulary(tmp_path, spm_vocabulary(pieces)), tmp_path)
-    for text in ["the quick fox", "jumps over the lazy dogs", "the  lazy ", "é汉🦜", "a\nb", "brownbrown 199"]:
+    for text in ["the quick fox", "jumps over the lazy dogs", " the  lazy ", "é汉🦜", "a\nb", "  ", "brownbrown 199"]:
         assert ours.encode(text) == [1, *oracle.encode(text)], text
         assert ours.decode(ours.encode(text)) == oracle.decode(oracle.encode(text))
 
@@ -104,6 +112,8 @@ def test_gguf_pre_tokenizers_cut_as_their_models_do(tmp_path):
     assert pieces("smollm", " 1") == [" ", "1"]
     assert pieces("llama-bpe", "1234") == ["123", "4"]
     assert pieces("qwen2", "1234") == ["1", "2", "3", "4"]
+    assert pieces("deepseek-coder", "1234") == ["1", "2", "3", "4"] and pieces("deepseek-v3", "1234") == ["123", "4"]
+    assert pieces("deepseek-llm", "1234") == ["1234"] and pieces("deepseek-llm", "!\n") == ["!", "\n"]
     assert pieces("gpt-2", " 1") == [" 1"]
     assert pieces("gpt-2", "x'S") == ["x", "'", "S"] and pieces("llama-bpe", "x'S") == ["x", "'S"]
     assert pieces("llama-bpe", "!\n") == ["!\n"] and pieces("gpt-2", "!\n") == ["!", "\n"]
