@@ -39,9 +39,7 @@ def make_request(prompt: int | list[int] = 5, **options: Any) -> Request:
     fields = {name: options.pop(name) for name in _REQUEST_FIELDS if name in options}
     fields.setdefault("request_id", f"request-{number}")
     fields.setdefault("seed", number)
-    return Request(
-        prompt_token_ids=prompt, sampling_params=SamplingParams(**{"temperature": 0.0, **options}), **fields
-    )
+    return Request(prompt_token_ids=prompt, sampling_params=SamplingParams(**{"temperature": 0.0, **options}), **fields)
 
 
 def make_scheduler(num_blocks: int = 64, num_host_blocks: int = 0, **options: Any) -> Scheduler:

@@ -1,8 +1,8 @@
 """A worker without a model, that knows what every slot of every block holds.
 
 A slot holds the `chain` of its token: a value made from all tokens up to there. Writing a token reads the chain before
-it through the block table, and sampling reads all of them, so that a wrong copy, a block reused too early, a swap to the
-wrong place or a prefix hit on other content is noticed at once, with the place where it happened.
+it through the block table, and sampling reads all of them, so that a wrong copy, a block reused too early, a swap to
+the wrong place or a prefix hit on other content is noticed at once, with the place where it happened.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FakeExecutor:
             self._write(seq_id, row, num_computed, end)
             if row.params.prompt_logprobs is not None and len(row.token_ids) == row.num_prompt_tokens:
                 positions = range(num_computed + 1, min(end + 1, row.num_prompt_tokens))
-                result.prompt_logprobs[seq_id] = [TokenLogprobs([row.token_ids[p]], [-float(p)], 1) for p in positions]
+                result.prompt_logprobs[seq_id] = [_entry(row.token_ids[p], -float(p)) for p in positions]
             if end == len(row.token_ids):
                 sampled.append((seq_id, seq_id))
         by_parent = dict(sampled)
@@ -128,10 +128,10 @@ class FakeExecutor:
         assert len({t for _, t in ops.swap_out}) == len(ops.swap_out)
         targets = {target for _, target in ops.copy}
         assert len(targets) == len(ops.copy) and not targets & {source for source, _ in ops.copy}
-        for source, target in ops.copy:
-            self.device[target] = self.device[source].copy()
         for source, target in ops.swap_in:
             self.device[target] = self.host[source].copy()
+        for source, target in ops.copy:
+            self.device[target] = self.device[source].copy()
 
     def _apply_rows(self, output: SchedulerOutput) -> None:
         for parent, child, choice_index in output.forks:
@@ -167,7 +167,7 @@ class FakeExecutor:
         chain = self.model.root
         for position, token_id in enumerate(row.token_ids):
             chain = self.model.extend(chain, token_id)
-            assert self._slot(row, position) == chain, f"sequence {seq_id}: token {position} of its context is not its own"
+            assert self._slot(row, position) == chain, f"sequence {seq_id} finds foreign content at token {position}"
         return chain
 
     def _slot(self, row: Row, position: int) -> Chain | None:
@@ -196,13 +196,17 @@ class FakeExecutor:
         result.sampled_token_ids.append([token_id])
         result.sampled_logprobs.append(logprob)
         if row.params.logprobs is not None:
-            result.logprobs[seq_id] = [TokenLogprobs([token_id], [logprob], 1)]
+            result.logprobs[seq_id] = [_entry(token_id, logprob)]
 
     def candidates(self, chain: Chain, num: int) -> list[tuple[int, float]]:
         """The most likely next tokens, best first."""
         logprobs = self.model.logprobs(chain)
         best = sorted(range(len(logprobs)), key=lambda t: -logprobs[t])[:num]
         return [(token_id, logprobs[token_id]) for token_id in best]
+
+
+def _entry(token_id: int, logprob: float) -> TokenLogprobs:
+    return TokenLogprobs(token_ids=[token_id], logprobs=[logprob], rank=1)
 
 
 def _row_of(new: NewSequence) -> Row:

@@ -1,0 +1,232 @@
+"""Random lives of sequences over small pools: the accounts hold after every move, and no content is ever wrong.
+
+The model of the memory is a list of tokens' prefixes for each block; it is written and copied as a worker would do it.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagedserve.kv_cache.block import Block
+from pagedserve.kv_cache.block_pool import BlockPool
+from pagedserve.kv_cache.manager import KVCacheManager
+from pagedserve.sequence import Sequence
+from tests.helpers.factories import make_request
+
+BLOCK = 4
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """BlockPool against a list of references and a dictionary of contents."""
+
+    @initialize(num_blocks=st.integers(1, 6))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.held: list[Block] = []
+        self.contents: dict[bytes, Block] = {}
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule()
+    def allocate(self) -> None:
+        block = self.pool.allocate()
+        assert block not in self.held
+        self.contents = {d: b for d, b in self.contents.items() if b is not block}
+        self.held.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), digest=st.sampled_from([b"a", b"b", b"c"]))
+    def register(self, data: st.DataObject, digest: bytes) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.pool.register(block, digest)
+        if digest not in self.contents and block not in self.contents.values():
+            self.contents[digest] = block
+
+    @rule(digest=st.sampled_from([b"a", b"b", b"c"]))
+    def find_and_retain(self, digest: bytes) -> None:
+        block = self.pool.find(digest)
+        assert block is self.contents.get(digest)
+        if block is not None:
+            self.pool.retain(block)
+            self.held.append(block)
+
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        self.pool.discard(self.contents.pop(data.draw(st.sampled_from(sorted(self.contents)))))
+
+    @rule()
+    def forget_all(self) -> None:
+        self.pool.forget_all()
+        self.contents.clear()
+
+    @invariant()
+    def accounts(self) -> None:
+        self.pool.check(self.held)
+        assert self.pool.num_free + len(set(self.held)) == self.pool.num_blocks
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """KVCacheManager against what the blocks hold."""
+
+    @initialize(num_blocks=st.integers(2, 14), num_host_blocks=st.integers(0, 8), caching=st.booleans())
+    def start(self, num_blocks: int, num_host_blocks: int, caching: bool) -> None:
+        self.manager = KVCacheManager(
+            block_size=BLOCK,
+            num_device_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=caching,
+        )
+        self.device = [[None] * BLOCK for _ in range(num_blocks)]
+        self.host = [[None] * BLOCK for _ in range(self.manager.host.num_blocks)]
+        self.live: list[Sequence] = []
+        self.swapped: list[list[Sequence]] = []
+        self.salts: dict[int, str | None] = {}
+        self.next_id = 0
+
+    def choose(self, data: st.DataObject) -> Sequence:
+        return data.draw(st.sampled_from(self.live))
+
+    @precondition(lambda self: len(self.live) < 6)
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from([None, None, "x"]))
+    def open(self, token_ids: list[int], salt: str | None) -> None:
+        sequence = self.new(token_ids, salt)
+        self.manager.open(sequence, make_request(token_ids, cache_salt=salt))
+        self.manager.take_prefix(sequence)
+        assert sequence.num_computed_tokens < len(token_ids)
+
+    def new(self, token_ids: list[int], salt: str | None) -> Sequence:
+        self.next_id += 1
+        sequence = Sequence(self.next_id, 0, list(token_ids), len(token_ids))
+        self.live.append(sequence)
+        self.salts[sequence.seq_id] = salt
+        return sequence
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_tokens=st.integers(1, 9), token_id=st.integers(0, 1), succeeds=st.booleans())
+    def compute(self, data: st.DataObject, num_tokens: int, token_id: int, succeeds: bool) -> None:
+        sequence = self.choose(data)
+        if not sequence.num_uncomputed_tokens:
+            sequence.token_ids.append(token_id)
+        start = sequence.num_computed_tokens
+        end = min(start + num_tokens, len(sequence.token_ids))
+        missing = self.manager.num_missing_blocks([sequence], [end])
+        free = self.manager.num_free_blocks
+        new_blocks = self.manager.write(sequence, end)
+        assert (new_blocks is None) == (missing > free)
+        assert self.manager.num_free_blocks == (free if new_blocks is None else free - missing)
+        if new_blocks is None:
+            return
+        sequence.num_computed_tokens = end
+        self.execute()
+        table = self.manager.row_block_ids(sequence)
+        for position in range(start, end):
+            self.device[table[position // BLOCK]][position % BLOCK] = self.content(sequence, position)
+        if succeeds:
+            self.manager.commit()
+        else:
+            self.manager.rollback()
+
+    def execute(self) -> None:
+        ops, _ = self.manager.take_block_ops()
+        for source, target in ops.swap_out:
+            self.host[target] = self.device[source].copy()
+        for source, target in ops.swap_in:
+            self.device[target] = self.host[source].copy()
+        for source, target in ops.copy:
+            self.device[target] = self.device[source].copy()
+
+    def content(self, sequence: Sequence, position: int) -> tuple[object, ...]:
+        return (self.salts[sequence.seq_id], *sequence.token_ids[: position + 1])
+
+    @precondition(lambda self: self.live and len(self.live) < 6)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = self.choose(data)
+        child = self.new(parent.token_ids, self.salts[parent.seq_id])
+        self.manager.fork(parent, child)
+
+    @precondition(lambda self: len(self.live) > 1)
+    @rule(data=st.data())
+    def preempt_and_attach(self, data: st.DataObject) -> None:
+        sequence, source = self.choose(data), self.choose(data)
+        if sequence is source or self.salts[sequence.seq_id] != self.salts[source.seq_id]:
+            return
+        self.manager.release(sequence)
+        pairs = zip(sequence.token_ids, source.token_ids, strict=False)
+        common = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, (sequence.token_ids, source.token_ids)))
+        )
+        self.manager.attach(source, sequence, min(common, source.num_computed_tokens, len(sequence.token_ids) - 1))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def preempt_and_return(self, data: st.DataObject) -> None:
+        sequence = self.choose(data)
+        self.manager.release(sequence)
+        self.manager.take_prefix(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        sequence = self.choose(data)
+        self.live.remove(sequence)
+        self.manager.close(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        group = data.draw(st.lists(st.sampled_from(self.live), min_size=1, max_size=3, unique_by=lambda s: s.seq_id))
+        num_blocks, room = self.manager.num_held_blocks(group), self.manager.host.num_free
+        assert self.manager.swap_out(group) == (num_blocks <= room)
+        if num_blocks <= room:
+            self.swapped.append(group)
+            self.live = [s for s in self.live if s not in group]
+            self.execute()
+
+    @precondition(lambda self: self.swapped)
+    @rule()
+    def swap_in(self) -> None:
+        group = self.swapped[0]
+        if self.manager.num_held_blocks(group) <= self.manager.num_free_blocks:
+            self.manager.swap_in(group)
+            self.live += self.swapped.pop(0)
+            self.execute()
+
+    @precondition(lambda self: self.swapped)
+    @rule()
+    def close_on_the_host(self) -> None:
+        for sequence in self.swapped.pop():
+            self.manager.close(sequence)
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset_prefix_cache()
+
+    @invariant()
+    def accounts_and_contents(self) -> None:
+        self.manager.check()
+        for sequence in self.live:
+            table = self.manager._tables[sequence.seq_id].block_ids
+            assert len(table) == self.manager.num_blocks_of(sequence.num_computed_tokens)
+            for position in range(sequence.num_computed_tokens):
+                found = self.device[table[position // BLOCK]][position % BLOCK]
+                assert found == self.content(sequence, position)
+
+    def teardown(self) -> None:
+        for sequence in [*self.live, *(s for group in self.swapped for s in group)]:
+            self.manager.close(sequence)
+        self.manager.check()
+        assert self.manager.device.usage == self.manager.host.usage == 0.0
+
+
+TestPool = PoolMachine.TestCase
+TestManager = ManagerMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestManager.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
