@@ -47,9 +47,9 @@ class PackedEmbedding(Embedding):
 
 
 class SharedEmbedding(Embedding):
-    """The rows of the output head, where both share one matrix and a second copy would cost device memory."""
+    """The rows of the output head: where both embeddings are one matrix it is held once, in the head's format."""
 
-    nbytes = 0
+    nbytes = 0  # the head counts
 
     def __init__(self, head: LinearWeight, dtype: torch.dtype):
         self._head = head

@@ -73,7 +73,7 @@ class Weights:
             self._take(head, (vocab_size, hidden_size))
         shared = tied and (not has_head or self._equal(embedding, head))
         head_weight = self._matrix([embedding if shared else head], hidden_size, self._quant.for_head())
-        if shared and self._device.type != "cpu":
+        if shared:
             return SharedEmbedding(head_weight, self._dtype), Linear(head_weight)
         lookup: Embedding
         if self._device.type == "cpu" and self._source.is_packed(embedding):
