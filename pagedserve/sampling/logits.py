@@ -64,11 +64,15 @@ class TokenCounts:
         start, end = self._num_seen, len(token_ids)
         if end <= start:
             return
+        self._num_seen = end
         split = min(max(self._num_prompt_tokens, start), end)
+        if end - start == 1:
+            # A decode step; it need not pay for what a long prompt needs.
+            self._add(int(token_ids[start]), end - split)
+            return
         for part, weight in ((token_ids[start:split], 0), (token_ids[split:end], 1)):
             for token_id, count in zip(*(a.tolist() for a in np.unique(part, return_counts=True)), strict=True):
                 self._add(token_id, weight * count)
-        self._num_seen = end
 
     def copy(self) -> TokenCounts:
         other = TokenCounts(self._num_prompt_tokens, self._vocab_size, with_prompt=True)
