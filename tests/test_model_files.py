@@ -116,7 +116,7 @@ def test_a_folder_with_a_tokenizer_alone_serves_as_one(tmp_path, config, tensors
 @pytest.mark.parametrize("name", ["tiny-model", "Tiny-Model"])
 def test_catalog_name(tmp_path, config, tensors, monkeypatch, name):
     path = write_llama_gguf(tmp_path / "from-catalog.gguf", config, tensors)
-    monkeypatch.setitem(catalog.CATALOG, "tiny-model", None)
+    monkeypatch.setitem(catalog.CATALOG, "tiny-model", catalog.CATALOG["smollm2-135m-instruct"])
     monkeypatch.setattr(catalog, "fetch", lambda name, **_: path if name == "tiny-model" else None)
     files = resolve(name)
     assert (files.name, files.path, files.kind) == ("tiny-model", path, "gguf")
