@@ -55,14 +55,17 @@ class NewSequence:
 
 @dataclass(slots=True, kw_only=True)
 class BlockOps:
-    """Copies of whole blocks, done in this order before the forward: swap_out, copy, swap_in."""
+    """Copies of whole blocks, done in this order before the forward: swap_out, swap_in, copy.
+
+    A group that returns may write into a block that its sequences share, so a copy's source may come from the host.
+    """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
-    copy: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) on the device
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    copy: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) on the device
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.copy or self.swap_in)
+        return bool(self.swap_out or self.swap_in or self.copy)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -41,9 +41,10 @@ class KVStorage:
     def execute(self, block_ops: BlockOps) -> float:
         """Runs the copies in their documented order and returns the seconds that the swaps took."""
         seconds = self._swap(self.device_pool, self.host_pool, block_ops.swap_out)
+        seconds += self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
         if block_ops.copy:
             ops.copy_blocks(self.device_pool, _pairs(block_ops.copy, self.device_pool, self.device_pool))
-        return seconds + self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
+        return seconds
 
     def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> float:
         if not pairs:

@@ -21,14 +21,14 @@ def storage(dtype: torch.dtype = torch.float32, num_device_blocks: int = 8, num_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_swap_out_then_copy_then_swap_in(dtype: torch.dtype) -> None:
-    """Only comes out right in this order: block 1 leaves, is overwritten by a copy, and 2 by its return."""
+def test_swap_out_then_swap_in_then_copy(dtype: torch.dtype) -> None:
+    """Only comes out right in this order: block 1 leaves and returns as 2, which is copied to 6; 1 is overwritten by a copy."""
     made = storage(dtype)
     before = made.device_pool.clone()
-    seconds = made.execute(BlockOps(swap_out=[(1, 3), (5, 0)], copy=[(0, 1), (2, 6)], swap_in=[(3, 2), (0, 7)]))
+    seconds = made.execute(BlockOps(swap_out=[(1, 3), (5, 0)], swap_in=[(3, 2), (0, 7)], copy=[(0, 1), (2, 6)]))
     expected = before.clone()
-    expected[1], expected[6] = before[0], before[2]
     expected[2], expected[7] = before[1], before[5]
+    expected[1], expected[6] = before[0], before[1]
     assert torch.equal(made.device_pool, expected)
     assert torch.equal(made.host_pool[3], before[1]) and torch.equal(made.host_pool[0], before[5])
     assert seconds > 0
