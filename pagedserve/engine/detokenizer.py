@@ -14,8 +14,7 @@ from functools import lru_cache
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.sampling_params import SamplingParams
 
-# A character has at most 4 bytes, so what a prompt can leave unfinished is in its last tokens' last bytes.
-_MAX_PENDING_BYTES = 3
+_MAX_CHAR_BYTES = 4
 
 
 class IncrementalDetokenizer:
@@ -97,39 +96,30 @@ class IncrementalDetokenizer:
         return text
 
     def _continue_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Take over the state that decoding the prompt would leave."""
+        """Take over the state that decoding the prompt would leave. Only its last visible tokens are read."""
+        enough = _MAX_CHAR_BYTES * (self._to_strip + 1)
+        visible: list[int] = []
         tail = b""
         for token_id in reversed(prompt_token_ids):
             if token_id in self._hidden:
                 continue
-            if self._at_start:
-                self._at_start = False
-                self._last_id = token_id
+            visible.append(token_id)
             tail = self._table.of(token_id) + tail
-            # More text than the trim at the start can take, and than a character can need.
-            if len(tail) > 4 * (self._to_strip + 1) + _MAX_PENDING_BYTES:
+            if len(tail) > enough:
+                self._to_strip = 0
                 break
         else:
-            # The whole prompt was read, so the trim at its start may not be over.
-            self._to_strip = self._strip_left_after(prompt_token_ids)
-            self._take_pending(tail)
-            return
-        self._to_strip = 0
-        self._take_pending(tail)
-
-    def _strip_left_after(self, prompt_token_ids: Sequence[int]) -> int:
-        visible = [token_id for token_id in prompt_token_ids if token_id not in self._hidden]
-        text = self._table.join(visible).decode("utf-8", "replace")
-        left = self._to_strip
-        for char in text[:left]:
-            if char != self._table.strip_char:
-                return 0
-            left -= 1
-        return left
-
-    def _take_pending(self, tail: bytes) -> None:
+            self._to_strip = self._left_to_strip(self._table.join(reversed(visible)).decode("utf-8", "replace"))
+        if visible:
+            self._at_start = False
+            self._last_id = visible[0]
         self._decoder.decode(tail)
         self._prompt_bytes = self._decoder.getstate()[0]
+
+    def _left_to_strip(self, text: str) -> int:
+        """What remains of the trim at the start after a text that may be shorter than it."""
+        start = text[: self._to_strip]
+        return self._to_strip - len(start) if start == self._table.strip_char * len(start) else 0
 
 
 @lru_cache(maxsize=1024)
