@@ -23,7 +23,7 @@ _PIECE = 2**20
 
 
 class RandomRows:
-    """The rows of a batch that are drawn at random, and their parameters as columns."""
+    """The rows of a batch that are drawn at random (ascending), and their parameters as columns."""
 
     def __init__(
         self,
@@ -56,7 +56,11 @@ class RandomRows:
         step = max(1, _PIECE // self._vocab_size)
         for start in range(0, len(self.rows), step):
             part = slice(start, start + step)
-            scaled = logits[self._index[part]].float() / self._temperature[part]
+            first, last = self.rows[part][0], self.rows[part][-1]
+            # Neighbouring rows, the usual case, need no copy before the division makes one.
+            is_range = last - first + 1 == len(self.rows[part])
+            chosen = logits[first : last + 1] if is_range else logits[self._index[part]]
+            scaled = chosen / self._temperature[part]
             drawn[part] = self._draw_piece(scaled, part, uniform[part])
         return drawn
 
