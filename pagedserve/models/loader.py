@@ -41,7 +41,7 @@ def load_model(
     Raises ModelLoadError naming the file and tensor that is missing, left over, wrongly shaped, cut short or of a type
     that cannot be served.
     """
-    source = _source(files) if dummy_seed is None else DummySource(dummy_seed)
+    source = _source(files) if dummy_seed is None else DummySource(dummy_seed, _stored_dtype(files))
     weights = Weights(source, quant=quant, dtype=dtype, device=device)
     model = model_class(files.config)(
         config, weights, attention=attention, max_model_len=max_model_len or config.max_model_len, device=device
@@ -54,3 +54,9 @@ def _source(files: ModelFiles) -> WeightSource:
     if files.kind == "gguf":
         return GGUFSource(GGUFFile(files.path))
     return SafetensorsSource(files.weight_files)
+
+
+def _stored_dtype(files: ModelFiles) -> torch.dtype:
+    """The float type that config.json says the weights have; fp32 where it says nothing that we know."""
+    name = files.config.get("dtype") or files.config.get("torch_dtype")
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)

@@ -144,10 +144,11 @@ class GGUFSource(FileSource):
 
 
 class DummySource(WeightSource):
-    """Random weights of whatever shape is asked for: benchmarks without a download."""
+    """Random weights of whatever shape is asked for, in the type that files would have: benchmarks without them."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, dtype: torch.dtype):
         self._generator = torch.Generator().manual_seed(seed)
+        self._dtype = dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def names(self) -> Sequence[str]:
@@ -162,5 +163,5 @@ class DummySource(WeightSource):
     def dense(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
-        return torch.randn(shape, generator=self._generator) / math.sqrt(shape[-1])
+            return torch.full(shape, 1.0 if name.endswith("norm.weight") else 0.0, dtype=self._dtype)
+        return torch.randn(shape, generator=self._generator, dtype=self._dtype) / math.sqrt(shape[-1])

@@ -15,13 +15,14 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from pagedserve import quantization
 from pagedserve.errors import ModelLoadError
 from pagedserve.gguf_file import GGUFFile
 from pagedserve.models import ARCHITECTURES, model_class
 from tests.helpers.checkpoints import llama_config, llama_shapes, random_tensors, tiny_llama, write_checkpoint
 from tests.helpers.dense_weights import DenseMethod
 from tests.helpers.gguf_files import gguf_name, random_blocks, write_llama_gguf
-from tests.helpers.paged_model import PagedModel
+from tests.helpers.paged_model import CPU, PagedModel
 
 PROMPT = [(37 * i * i + 11 * i + 5) % 320 for i in range(25)]
 
@@ -295,6 +296,15 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed(tmp_path: Path) -> N
     assert torch.isfinite(first).all()
     assert torch.equal(first, logits_of(tmp_path, dummy_seed=1))
     assert not torch.equal(first, logits_of(tmp_path, dummy_seed=2))
+
+
+def test_dummy_weights_have_the_type_that_the_config_names(tmp_path: Path) -> None:
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        (tmp_path / "config.json").write_text(json.dumps(llama_config(torch_dtype=dtype)))
+        quant = quantization.select("auto", CPU)
+        sizes[dtype] = PagedModel(tmp_path, dummy_seed=0, quant=quant, max_model_len=16).model.weights_bytes
+    assert sizes["bfloat16"] < 0.6 * sizes["float32"]
 
 
 # ---- memory -------------------------------------------------------------------------------------------------
