@@ -185,7 +185,7 @@ class InputProcessor:
             changes["bad_words_token_ids"] = self._bad_words(params.bad_words)
         if changes:
             params = dataclasses.replace(params, **changes)
-        self._check_pool(len(token_ids), max_tokens, params)
+        self._check_breadth(len(token_ids), max_tokens, params)
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -237,7 +237,9 @@ class InputProcessor:
                 param="prompt",
             )
         if wanted is None:
-            return max(min(room, self._pool_room(num_prompt_tokens, params.num_sequences)), params.min_tokens)
+            if params.beam is not None:
+                room = min(room, self._beam_room(num_prompt_tokens, params.beam.width))
+            return max(room, params.min_tokens)
         if wanted > room:
             raise ContextLengthError(
                 f"the prompt has {num_prompt_tokens} tokens and {wanted} more were asked for, "
@@ -246,14 +248,14 @@ class InputProcessor:
             )
         return wanted
 
-    def _pool_room(self, num_prompt_tokens: int, num_sequences: int) -> int:
-        """Output tokens that each of the sequences may have when all of them are in the pool together."""
+    def _beam_room(self, num_prompt_tokens: int, width: int) -> int:
+        """Output tokens for which all beams are sure to be in the pool together."""
         shared = num_prompt_tokens // self._block_size
-        own = max(self._num_blocks - shared, 0) // num_sequences
+        own = max(self._num_blocks - shared, 0) // width
         return max((shared + own) * self._block_size - num_prompt_tokens, 1)
 
-    def _check_pool(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
-        """All choices of a request run together, so they must fit the pool together; they share the prompt's blocks."""
+    def _check_breadth(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+        """Samples can be computed one after another where memory is short; beams need each other in every step."""
         num_sequences = params.num_sequences
         if num_sequences > self._max_num_seqs:
             raise RequestError(
@@ -261,14 +263,14 @@ class InputProcessor:
                 "(--max-num-seqs)",
                 param=_breadth_param(params),
             )
-        shared = num_prompt_tokens // self._block_size
-        own = -(-(num_prompt_tokens + max_tokens) // self._block_size) - shared
-        needed = shared + num_sequences * own
-        if needed > self._num_blocks and num_sequences > 1:
+        if params.beam is not None and max_tokens > self._beam_room(num_prompt_tokens, num_sequences):
+            shared = num_prompt_tokens // self._block_size
+            own = -(-(num_prompt_tokens + max_tokens) // self._block_size) - shared
+            needed = shared + num_sequences * own
             raise ContextLengthError(
-                f"{num_sequences} sequences of {num_prompt_tokens} + {max_tokens} tokens need {needed} KV blocks of "
+                f"{num_sequences} beams of {num_prompt_tokens} + {max_tokens} tokens need {needed} KV blocks of "
                 f"{self._block_size} tokens; this server has {self._num_blocks}",
-                param=_breadth_param(params),
+                param="beam_width",
             )
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagedserve.scheduler.scheduler import Scheduler
 
 from pagedserve import model_files
 from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -34,6 +33,7 @@ from pagedserve.messages import (
     StopSequences,
 )
 from pagedserve.sampling_params import SamplingParams
+from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
 from pagedserve.step import KVCacheSpec, MemoryPlan, SchedulerOutput
 

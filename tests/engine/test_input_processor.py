@@ -178,14 +178,21 @@ def test_a_hopelessly_long_text_is_refused_before_it_is_tokenized(processor: Inp
         request(processor, "x" * 100_000)
 
 
-def test_choices_that_cannot_be_in_the_pool_together_are_refused(tokenizer: Tokenizer, files: ModelFiles) -> None:
+def test_beams_that_cannot_be_in_the_pool_together_are_refused(tokenizer: Tokenizer, files: ModelFiles) -> None:
     processor = make(tokenizer, files, num_blocks=10)
-    # The prompt's two full blocks are shared; each choice needs one more.
-    assert request(processor, [5] * 32, n=8, max_tokens=16).sampling_params.n == 8
+
+    def beams(width: int, max_tokens: int | None) -> int | None:
+        params = {"beam": BeamParams(width=width), "max_tokens": max_tokens}
+        return request(processor, [5] * 32, **params).sampling_params.max_tokens
+
+    # The prompt's two full blocks are shared; each beam needs one more.
+    assert beams(8, 16) == 16
     with pytest.raises(ContextLengthError, match="11 KV blocks") as caught:
-        request(processor, [5] * 32, n=9, max_tokens=16)
-    assert caught.value.param == "n"
-    assert request(processor, [5] * 32, n=4, max_tokens=None).sampling_params.max_tokens == 32
+        beams(9, 16)
+    assert caught.value.param == "beam_width"
+    assert beams(4, None) == 32
+    # Samples may wait for each other.
+    assert request(processor, [5] * 32, n=9, max_tokens=16).sampling_params.n == 9
 
 
 @pytest.mark.parametrize(
