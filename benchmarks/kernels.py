@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pagedserve.kernels import native
+from pagedserve.kernels import cpu, native
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3-8b": (32, 8, 128)}  # query heads, KV heads, head_dim
 BLOCK_SIZE = 16
@@ -92,7 +92,7 @@ def attention_case(
 
     def run(i: int) -> None:
         layer = pool[:, i % num_layers]
-        native.paged_attention(query, layer, starts, lens, tables, 0.125, None, None, out)
+        cpu.paged_attention(query, layer, starts, lens, tables, 0.125, None, None, out)
 
     seen = sum(q * (n - q) + q * (q + 1) // 2 for q, n in zip(query_lens, seq_lens, strict=True))
     read = sum(seq_lens) * 2 * num_kv_heads * head_dim * kv_dtype.itemsize
@@ -120,23 +120,23 @@ def elementwise_cases(repeats: int) -> Iterator[Result]:
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     for rows in (1, 32, 512):
         x, residual, out = torch.randn(rows, hidden), torch.randn(rows, hidden), torch.empty(rows, hidden)
-        seconds = best_seconds(lambda _: native.rms_norm(x, weight, 1e-5, residual, out), repeats)  # noqa: B023
+        seconds = best_seconds(lambda _: cpu.rms_norm(x, weight, 1e-5, residual, out), repeats)  # noqa: B023
         yield _result(f"rms_norm+residual {rows} x {hidden}", seconds, rows * hidden * 16, rows * hidden * 5)
         gate_up, half = torch.randn(rows, 2 * intermediate), torch.empty(rows, intermediate)
-        seconds = best_seconds(lambda _: native.gated_activation("silu", gate_up, half), repeats)  # noqa: B023
+        seconds = best_seconds(lambda _: cpu.gated_activation("silu", gate_up, half), repeats)  # noqa: B023
         yield _result(f"silu_mul {rows} x {intermediate}", seconds, rows * intermediate * 12, rows * intermediate * 5)
         qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, head_dim)
         query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         positions = torch.arange(rows)
-        seconds = best_seconds(lambda _: native.rotary_embedding(positions, query, key, cos_sin), repeats)  # noqa: B023
+        seconds = best_seconds(lambda _: cpu.rotary_embedding(positions, query, key, cos_sin), repeats)  # noqa: B023
         rotated = rows * (num_heads + num_kv_heads) * head_dim
         yield _result(f"rotary {rows} x {num_heads}+{num_kv_heads} x {head_dim}", seconds, rotated * 8, rotated * 3)
         pool = torch.zeros(rows // BLOCK_SIZE + 1, 2, num_kv_heads, BLOCK_SIZE * head_dim, dtype=torch.bfloat16)
-        seconds = best_seconds(lambda _: native.write_kv(key, value, pool, positions), repeats)  # noqa: B023
+        seconds = best_seconds(lambda _: cpu.write_kv(key, value, pool, positions), repeats)  # noqa: B023
         yield _result(f"write_kv bf16 {rows}", seconds, rows * num_kv_heads * head_dim * 2 * 6, 0)
     pool = torch.zeros(64, 30 * 2 * num_kv_heads * BLOCK_SIZE * head_dim, dtype=torch.bfloat16)
     pairs = torch.arange(64).view(32, 2)
-    seconds = best_seconds(lambda _: native.swap_blocks(pool, pool, pairs), repeats)
+    seconds = best_seconds(lambda _: cpu.swap_blocks(pool, pool, pairs), repeats)
     yield _result("copy_blocks 32", seconds, 32 * pool.shape[1] * 4, 0)
 
 

@@ -146,6 +146,20 @@ int ps_paged_attention(float* out, int64_t out_stride, const float* query, int64
   return status;
 }
 
+int ps_rotary_attention(float* out, int64_t out_stride, float* qkv, int64_t qkv_stride, int64_t num_heads,
+                        const int64_t* positions, const float* cos_sin, int64_t max_position, int64_t rotary_dim,
+                        const int64_t* slot_mapping, const ps_kv_cache* kv_cache, const ps_attention_rows* rows,
+                        float scale, int64_t window, float soft_cap) {
+  float* key = qkv + num_heads * kv_cache->head_dim;
+  const float* value = key + kv_cache->num_kv_heads * kv_cache->head_dim;
+  int status = ps_rotary_embedding(positions, qkv, qkv_stride, num_heads, key, qkv_stride, kv_cache->num_kv_heads,
+                                   cos_sin, max_position, rows->num_tokens, kv_cache->head_dim, rotary_dim);
+  if (status != PS_OK) return status;
+  status = ps_write_kv(kv_cache, key, qkv_stride, value, qkv_stride, slot_mapping, rows->num_tokens);
+  if (status != PS_OK) return status;
+  return ps_paged_attention(out, out_stride, qkv, qkv_stride, num_heads, kv_cache, rows, scale, window, soft_cap);
+}
+
 int ps_copy_blocks(void* dst_pool, int64_t dst_num_blocks, const void* src_pool, int64_t src_num_blocks,
                    int64_t block_bytes, const int64_t* pairs, int64_t num_pairs) {
   for (int64_t i = 0; i < num_pairs; ++i) {

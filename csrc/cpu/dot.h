@@ -1,8 +1,9 @@
-// Operations of the packed-weight kernels that Vec lacks: 8-bit dot products and two-at-a-time bf16.
+// Operations of the packed-weight kernels that Vec lacks: 8-bit dot products, and bf16 in pairs.
 //
 // Nibbles and Bytes multiply the codes of kWidth columns with one row's activations: a Step holds the unpacked
 // codes of 64 / 16 bytes a column, an Acc the running integer sums of one group of at most 32 numbers, which are
-// exact. Codes are unsigned, activations within -127 .. 127. `offset` is added once to the total.
+// exact. Codes are unsigned, activations within -127 .. 127: four at `a`, and for Nibbles the next four at `b`.
+// `offset` is added once to the total.
 #pragma once
 
 #include "vec.h"
@@ -17,10 +18,12 @@ struct IntVec {
 };
 PS_INLINE Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
-PS_INLINE void load_bf16_pairs(const uint16_t* p, Vec* first, Vec* second) {
-  const __m512i x = _mm512_loadu_si512(p);
-  first->v = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
-  second->v = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+PS_INLINE Vec load_bf16_even(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
+PS_INLINE Vec load_bf16_odd(const uint16_t* p) {
+  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask))};
 }
 
 PS_INLINE __m512i broadcast4(const int8_t* p) {
@@ -43,9 +46,9 @@ struct Nibbles {
     return {_mm512_and_si512(x, mask), _mm512_and_si512(_mm512_srli_epi16(x, 4), mask)};
   }
   PS_INLINE Acc start(int offset) { return {_mm512_set1_epi32(offset)}; }
-  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
     acc->v = _mm512_dpbusd_epi32(acc->v, step.low, broadcast4(a));
-    acc->v = _mm512_dpbusd_epi32(acc->v, step.high, broadcast4(a + 4));
+    acc->v = _mm512_dpbusd_epi32(acc->v, step.high, broadcast4(b));
   }
   PS_INLINE IntVec total(const Acc& acc, int) { return {acc.v}; }
 };
@@ -58,7 +61,7 @@ struct Bytes {
   using Acc = Nibbles::Acc;
   PS_INLINE Step load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
   PS_INLINE Acc start(int offset) { return Nibbles::start(offset); }
-  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
     acc->v = _mm512_dpbusd_epi32(acc->v, step.v, broadcast4(a));
   }
   PS_INLINE IntVec total(const Acc& acc, int) { return {acc.v}; }
@@ -71,10 +74,12 @@ struct IntVec {
 };
 PS_INLINE Vec to_float(IntVec a) { return {_mm256_cvtepi32_ps(a.v)}; }
 
-PS_INLINE void load_bf16_pairs(const uint16_t* p, Vec* first, Vec* second) {
-  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  first->v = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-  second->v = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+PS_INLINE Vec load_bf16_even(const uint16_t* p) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16))};
+}
+PS_INLINE Vec load_bf16_odd(const uint16_t* p) {
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask))};
 }
 
 PS_INLINE __m256i broadcast4(const int8_t* p) {
@@ -97,9 +102,13 @@ struct Nibbles {
     return {_mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16(x, 4), mask)};
   }
   PS_INLINE Acc start(int) { return {_mm256_setzero_si256()}; }
-  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
-    acc->v = _mm256_add_epi16(acc->v, _mm256_maddubs_epi16(step.low, broadcast4(a)));
-    acc->v = _mm256_add_epi16(acc->v, _mm256_maddubs_epi16(step.high, broadcast4(a + 4)));
+  PS_INLINE void add(__m256i* sum, __m256i x) {
+    *sum = _mm256_add_epi16(*sum, x);
+    asm("" : "+x"(*sum));  // GCC would make a tree of these additions, and run out of registers
+  }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
+    add(&acc->v, _mm256_maddubs_epi16(step.low, broadcast4(a)));
+    add(&acc->v, _mm256_maddubs_epi16(step.high, broadcast4(b)));
   }
   PS_INLINE IntVec total(const Acc& acc, int offset) {
     return {_mm256_add_epi32(_mm256_madd_epi16(acc.v, _mm256_set1_epi16(1)), _mm256_set1_epi32(offset))};
@@ -115,10 +124,10 @@ struct Bytes {
   };
   PS_INLINE Step load(const uint8_t* p) { return Nibbles::load(p); }
   PS_INLINE Acc start(int) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
     const __m256i x = broadcast4(a);
-    acc->low = _mm256_add_epi16(acc->low, _mm256_maddubs_epi16(step.low, x));
-    acc->high = _mm256_add_epi16(acc->high, _mm256_maddubs_epi16(step.high, x));
+    Nibbles::add(&acc->low, _mm256_maddubs_epi16(step.low, x));
+    Nibbles::add(&acc->high, _mm256_maddubs_epi16(step.high, x));
   }
   PS_INLINE IntVec total(const Acc& acc, int offset) {
     const __m256i low = _mm256_madd_epi16(acc.low, _mm256_set1_epi16(1));
@@ -138,15 +147,11 @@ PS_INLINE Vec to_float(IntVec a) {
   return ps::PS_ISA::load(x);
 }
 
-PS_INLINE void load_bf16_pairs(const uint16_t* p, Vec* first, Vec* second) {
-  float x[4], y[4];
-  for (int j = 0; j < 4; ++j) {
-    x[j] = to_float(bf16{p[2 * j]});
-    y[j] = to_float(bf16{p[2 * j + 1]});
-  }
-  *first = ps::PS_ISA::load(x);
-  *second = ps::PS_ISA::load(y);
+PS_INLINE Vec load_bf16_even(const uint16_t* p) {
+  const float x[4] = {to_float(bf16{p[0]}), to_float(bf16{p[2]}), to_float(bf16{p[4]}), to_float(bf16{p[6]})};
+  return ps::PS_ISA::load(x);
 }
+PS_INLINE Vec load_bf16_odd(const uint16_t* p) { return load_bf16_even(p + 1); }
 
 struct Bytes {
   static constexpr int kDepth = 4;
@@ -162,7 +167,7 @@ struct Bytes {
     return step;
   }
   PS_INLINE Acc start(int offset) { return {{offset, offset, offset, offset}}; }
-  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
     for (int j = 0; j < 4; ++j) {
       const uint8_t* w = step.v + 4 * j;
       acc->v[j] += w[0] * a[0] + w[1] * a[1] + w[2] * a[2] + w[3] * a[3];
@@ -186,9 +191,9 @@ struct Nibbles {
     return step;
   }
   PS_INLINE Acc start(int offset) { return Bytes::start(offset); }
-  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a) {
-    Bytes::dot(acc, step.low, a);
-    Bytes::dot(acc, step.high, a + 4);
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
+    Bytes::dot(acc, step.low, a, nullptr);
+    Bytes::dot(acc, step.high, b, nullptr);
   }
   PS_INLINE IntVec total(const Acc& acc, int) { return {{acc.v[0], acc.v[1], acc.v[2], acc.v[3]}}; }
 };

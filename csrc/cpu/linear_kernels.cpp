@@ -12,26 +12,32 @@
 
 // On every loop over MR or NV. Without it GCC keeps the accumulators in memory, at half the speed.
 #define PS_UNROLL _Pragma("GCC unroll 16")
+// Hides from the compiler where a pointer comes from.
+#define PS_OPAQUE(pointer) asm("" : "+r"(pointer))
 
 namespace ps {
 namespace PS_ISA {
 namespace {
 
-static constexpr int kMaxVecs = 4;
-// Rows a piece of work goes through with one set of columns: their activations stay in the L2 cache.
-static constexpr int64_t kRowBlock = 96;
-// Groups' codes to fetch ahead of use.
+// Tiles of rows that a piece of work goes through with one set of columns: their activations stay in the L2 cache.
+static constexpr int64_t kBlockRows = 96;
+// How far ahead of use codes and values are fetched.
 static constexpr int64_t kPrefetchBytes = 1024;
 
-// The columns of a tile beyond the last panel repeat it and are not stored.
+// Activations lie tile by tile, within a tile [k][row] (codes: [k / 4][row][4]), so that a kernel walks one pointer.
 struct Call {
   const LinearArgs& args;
   const uint8_t* data;
   int64_t panel_bytes;
   int64_t last_panel;
-  const int8_t* codes;  // quantised activations [num_rows, in_features], integer formats only
-  const float* meta;    // [num_rows, in_features / kGroup, meta words]
+  int64_t num_tiles;
+  const float* values;  // float formats
+  const int8_t* codes;  // integer formats: quantised activations,
+  const float* meta;    // [group][row][meta words]
 
+  int64_t first_row(int64_t tile) const { return args.num_rows * tile / num_tiles; }
+
+  // Columns beyond the last panel repeat it; they are not stored.
   const uint8_t* panel(int64_t column) const {
     const int64_t index = column / kPanel;
     return data + (index < last_panel ? index : last_panel) * panel_bytes;
@@ -66,87 +72,84 @@ PS_INLINE void store_tile(const LinearArgs& args, int64_t row, int64_t column, V
   }
 }
 
-// ---- float formats: values of two neighbouring k at once ----
+// ---- float formats ----
 
 struct F32Values {
-  static constexpr int kBytes = 4;
-  PS_INLINE void load_pair(const uint8_t* p, int64_t k, Vec* first, Vec* second) {
-    const float* w = reinterpret_cast<const float*>(p) + k * kPanel;
-    *first = ps::PS_ISA::load(w);
-    *second = ps::PS_ISA::load(w + kPanel);
-  }
-  static constexpr int kLaneBytes = 4;
+  static constexpr int kBytes = 4;      // a value
+  static constexpr int kLaneBytes = 4;  // from one column to the next
+  PS_INLINE Vec even(const uint8_t* p) { return ps::PS_ISA::load(reinterpret_cast<const float*>(p)); }
+  PS_INLINE Vec odd(const uint8_t* p) { return ps::PS_ISA::load(reinterpret_cast<const float*>(p) + kPanel); }
 };
 
 struct F16Values {
   static constexpr int kBytes = 2;
-  PS_INLINE void load_pair(const uint8_t* p, int64_t k, Vec* first, Vec* second) {
-    const f16* w = reinterpret_cast<const f16*>(p) + k * kPanel;
-    *first = ps::PS_ISA::load(w);
-    *second = ps::PS_ISA::load(w + kPanel);
-  }
   static constexpr int kLaneBytes = 2;
+  PS_INLINE Vec even(const uint8_t* p) { return ps::PS_ISA::load(reinterpret_cast<const f16*>(p)); }
+  PS_INLINE Vec odd(const uint8_t* p) { return ps::PS_ISA::load(reinterpret_cast<const f16*>(p) + kPanel); }
 };
 
 struct BF16Values {
   static constexpr int kBytes = 2;
-  PS_INLINE void load_pair(const uint8_t* p, int64_t k, Vec* first, Vec* second) {
-    load_bf16_pairs(reinterpret_cast<const uint16_t*>(p) + k * kPanel, first, second);
-  }
   static constexpr int kLaneBytes = 4;
+  PS_INLINE Vec even(const uint8_t* p) { return load_bf16_even(reinterpret_cast<const uint16_t*>(p)); }
+  PS_INLINE Vec odd(const uint8_t* p) { return load_bf16_odd(reinterpret_cast<const uint16_t*>(p)); }
 };
 
 template <class Values>
 struct FloatTile {
   template <int MR, int NV>
   static void run(const Call& call, int64_t row, int64_t column) {
-    const LinearArgs& args = call.args;
-    const int64_t depth = args.weight.in_features;
-    const float* x = args.x + row * args.x_stride;
-    const int64_t stride = args.x_stride;
-    const uint8_t* panels[NV];
+    constexpr int64_t kPairBytes = 2 * kPanel * Values::kBytes;
+    const int64_t depth = call.args.weight.in_features;
+    const float* a = call.values + row * depth;
+    const uint8_t* w[NV];
     Vec sum[MR][NV];
     PS_UNROLL
     for (int v = 0; v < NV; ++v) {
       const int64_t first = column + v * kWidth;
-      panels[v] = call.panel(first) + first % kPanel * Values::kLaneBytes;
+      w[v] = call.panel(first) + first % kPanel * Values::kLaneBytes;
       PS_UNROLL
       for (int i = 0; i < MR; ++i) sum[i][v] = zero();
     }
-    Vec w0[NV], w1[NV];
-    int64_t k = 0;
-    for (; k + 2 <= depth; k += 2) {
+    for (int64_t pairs = depth / 2; pairs > 0; --pairs) {
+      Vec values[NV];
       PS_UNROLL
       for (int v = 0; v < NV; ++v) {
-        Values::load_pair(panels[v], k, &w0[v], &w1[v]);
+        values[v] = Values::even(w[v]);
         if (v * kWidth % kPanel == 0) {
-          const uint8_t* ahead = panels[v] + k * kPanel * Values::kBytes + kPrefetchBytes;
-          __builtin_prefetch(ahead);
-          if (Values::kBytes == 4) __builtin_prefetch(ahead + 64);
+          __builtin_prefetch(w[v] + kPrefetchBytes);
+          if (kPairBytes > 64) __builtin_prefetch(w[v] + kPrefetchBytes + 64);
         }
       }
       PS_UNROLL
       for (int i = 0; i < MR; ++i) {
-        const Vec a = set1(x[i * stride + k]);
+        const Vec x = set1(a[i]);
         PS_UNROLL
-        for (int v = 0; v < NV; ++v) sum[i][v] = fma(a, w0[v], sum[i][v]);
+        for (int v = 0; v < NV; ++v) sum[i][v] = fma(x, values[v], sum[i][v]);
+      }
+      PS_UNROLL
+      for (int v = 0; v < NV; ++v) {
+        PS_OPAQUE(w[v]);  // else both values of a pair are kept in registers, which are short
+        values[v] = Values::odd(w[v]);
+        w[v] += kPairBytes;
       }
       PS_UNROLL
       for (int i = 0; i < MR; ++i) {
-        const Vec a = set1(x[i * stride + k + 1]);
+        const Vec x = set1(a[MR + i]);
         PS_UNROLL
-        for (int v = 0; v < NV; ++v) sum[i][v] = fma(a, w1[v], sum[i][v]);
+        for (int v = 0; v < NV; ++v) sum[i][v] = fma(x, values[v], sum[i][v]);
       }
+      a += 2 * MR;
     }
-    if (k < depth) {
+    if (depth % 2 != 0) {
       PS_UNROLL
       for (int v = 0; v < NV; ++v) {
-        Values::load_pair(panels[v], k, &w0[v], &w1[v]);
+        const Vec value = Values::even(w[v]);
         PS_UNROLL
-        for (int i = 0; i < MR; ++i) sum[i][v] = fma(set1(x[i * stride + k]), w0[v], sum[i][v]);
+        for (int i = 0; i < MR; ++i) sum[i][v] = fma(set1(a[i]), value, sum[i][v]);
       }
     }
-    store_tile<MR, NV>(args, row, column, sum);
+    store_tile<MR, NV>(call.args, row, column, sum);
   }
 };
 
@@ -158,8 +161,7 @@ struct IntTile {
   static void run(const Call& call, int64_t row, int64_t column) {
     constexpr int kSteps = kGroup / Codes::kDepth;
     constexpr int kMeta = 1 + kHalves;
-    const LinearArgs& args = call.args;
-    const int64_t depth = args.weight.in_features;
+    const int64_t depth = call.args.weight.in_features;
     const int64_t num_groups = depth / kGroup;
     const int8_t* a = call.codes + row * depth;
     const float* meta = call.meta + row * num_groups * kMeta;
@@ -181,7 +183,7 @@ struct IntTile {
         typename Codes::Acc acc[MR][NV];
         PS_UNROLL
         for (int i = 0; i < MR; ++i) {
-          const int offset = kHasMin ? 0 : static_cast<int>(bits_of(meta[i * num_groups * kMeta + 1 + half]));
+          const int offset = kHasMin ? 0 : static_cast<int>(bits_of(meta[i * kMeta + 1 + half]));
           PS_UNROLL
           for (int v = 0; v < NV; ++v) acc[i][v] = Codes::start(offset);
         }
@@ -195,8 +197,9 @@ struct IntTile {
           }
           PS_UNROLL
           for (int i = 0; i < MR; ++i) {
+            const int8_t* x = a + (s * Codes::kDepth * MR + i * 4);
             PS_UNROLL
-            for (int v = 0; v < NV; ++v) Codes::dot(&acc[i][v], step[v], a + i * depth + s * Codes::kDepth);
+            for (int v = 0; v < NV; ++v) Codes::dot(&acc[i][v], step[v], x, x + 4 * MR);
           }
         }
         PS_UNROLL
@@ -205,7 +208,7 @@ struct IntTile {
           const Vec min = kHasMin ? load(scales[v] + kPanel) : zero();
           PS_UNROLL
           for (int i = 0; i < MR; ++i) {
-            const float* m = meta + i * num_groups * kMeta;
+            const float* m = meta + i * kMeta;
             const int offset = kHasMin ? 0 : static_cast<int>(bits_of(m[1 + half]));
             const Vec dot = to_float(Codes::total(acc[i][v], offset));
             sum[i][v] = fma(dot, scale * set1(m[0]), sum[i][v]);
@@ -218,20 +221,23 @@ struct IntTile {
         codes[v] += kSteps * 64;
         scales[v] += kPanel * (kHalves + (kHasMin ? 1 : 0));
       }
-      a += kGroup;
-      meta += kMeta;
+      a += kGroup * MR;
+      meta += kMeta * MR;
     }
-    store_tile<MR, NV>(args, row, column, sum);
+    store_tile<MR, NV>(call.args, row, column, sum);
   }
 };
 
 // One row to 8 bits, a scale for each group of 32: x ~ scale * code. The meta words of a group are the scale, then
 // for each half (or whole) what the kernel adds for the sum of codes: with a min the sum times the scale, else the
 // integer -zero * sum. A group that holds inf or NaN gets the scale NaN.
-void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int8_t* codes, float* meta) {
+//
+// The row is one of a tile of `height`.
+void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int64_t height, int8_t* codes,
+                  float* meta) {
   constexpr int kVecs = kGroup / kWidth;
   const int halves = format.scales_per_group;
-  for (int64_t k = 0; k < depth; k += kGroup, x += kGroup, codes += kGroup, meta += 1 + halves) {
+  for (int64_t k = 0; k < depth; k += kGroup, x += kGroup, meta += height * (1 + halves)) {
     Vec largest = zero(), poison = zero();
     for (int v = 0; v < kVecs; ++v) {
       const Vec a = load(x + v * kWidth);
@@ -244,19 +250,19 @@ void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int
     const bool is_zero = !(limit > 1e-36f) || !(finite == 0.f);
     const float scale = (is_zero ? 0.f : limit / 127.f) + finite;
     const Vec inverse = set1(is_zero ? 0.f : 127.f / limit);
-    float rounded[kGroup];
+    alignas(64) int8_t bytes[kGroup] = {};
     int sums[2] = {0, 0};
-    if (is_zero) {
-      std::memset(codes, 0, kGroup);
-    } else {
+    if (!is_zero) {
+      alignas(64) float rounded[kGroup];
       for (int v = 0; v < kVecs; ++v) store(rounded + v * kWidth, round(load(x + v * kWidth) * inverse));
-      for (int i = 0; i < kGroup; ++i) codes[i] = static_cast<int8_t>(static_cast<int>(rounded[i]));
+      for (int i = 0; i < kGroup; ++i) bytes[i] = static_cast<int8_t>(static_cast<int>(rounded[i]));
       for (int half = 0; half < 2; ++half) {
         int sum = 0;
-        for (int i = 0; i < kGroup / 2; ++i) sum += codes[half * kGroup / 2 + i];
+        for (int i = 0; i < kGroup / 2; ++i) sum += bytes[half * kGroup / 2 + i];
         sums[half] = sum;
       }
     }
+    for (int i = 0; i < kGroup; i += 4, codes += height * 4) std::memcpy(codes, bytes + i, 4);
     if (halves == 1) sums[0] += sums[1];
     meta[0] = scale;
     for (int half = 0; half < halves; ++half) {
@@ -269,109 +275,154 @@ void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int
 // ---- from tiles to the whole product ----
 
 template <class Tile, int MR, int NV>
-PS_INLINE void run_tile(const Call& call, int64_t row, int64_t num_rows, int64_t column) {
-  if (num_rows == MR) {
+PS_INLINE void run_tile(const Call& call, int64_t row, int64_t height, int64_t column) {
+  if (height == MR) {
     Tile::template run<MR, NV>(call, row, column);
   } else if constexpr (MR > 1) {
-    run_tile<Tile, MR - 1, NV>(call, row, num_rows, column);
+    run_tile<Tile, MR - 1, NV>(call, row, height, column);
   }
 }
 
 template <class Tile, int MR, int NV>
 void run_tiles(const Call& call) {
-  const int64_t num_rows = call.args.num_rows;
-  const int64_t tile_columns = NV * kWidth > kPanel ? NV * kWidth : kPanel;
-  const int64_t column_tiles = (call.args.weight.out_features + tile_columns - 1) / tile_columns;
-  const int64_t row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+  constexpr int64_t kColumns = NV * kWidth > kPanel ? NV * kWidth : kPanel;
+  constexpr int64_t kBlockTiles = kBlockRows / MR;
+  const int64_t column_tiles = (call.args.weight.out_features + kColumns - 1) / kColumns;
+  const int64_t row_blocks = (call.num_tiles + kBlockTiles - 1) / kBlockTiles;
   const int64_t items = row_blocks * column_tiles;
   // Pieces small enough that a thread which comes late still finds work.
   const int64_t grain = items / (num_threads() * 16) + 1;
   parallel_for(items, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t first = item / column_tiles * kRowBlock;
-      const int64_t rows = num_rows - first < kRowBlock ? num_rows - first : kRowBlock;
-      const int64_t tiles = (rows + MR - 1) / MR;
-      const int64_t column = item % column_tiles * tile_columns;
-      for (int64_t part = 0; part < tile_columns; part += NV * kWidth) {
-        for (int64_t t = 0; t < tiles; ++t) {
-          const int64_t begin_row = rows * t / tiles, end_row = rows * (t + 1) / tiles;
-          run_tile<Tile, MR, NV>(call, first + begin_row, end_row - begin_row, column + part);
+      const int64_t first = item / column_tiles * kBlockTiles;
+      const int64_t last = first + kBlockTiles < call.num_tiles ? first + kBlockTiles : call.num_tiles;
+      const int64_t column = item % column_tiles * kColumns;
+      for (int64_t part = 0; part < kColumns; part += NV * kWidth) {
+        for (int64_t tile = first; tile < last; ++tile) {
+          const int64_t row = call.first_row(tile);
+          run_tile<Tile, MR, NV>(call, row, call.first_row(tile + 1) - row, column + part);
         }
       }
     }
   });
 }
 
+// Calls prepare(tile, first row, height) for tiles of at most max_height rows, then the kernels.
+template <class Prepare>
+void prepare_tiles(Call* call, int max_height, const Prepare& prepare) {
+  const int64_t num_rows = call->args.num_rows;
+  call->num_tiles = (num_rows + max_height - 1) / max_height;
+  const int64_t tile_size = max_height * call->args.weight.in_features;
+  parallel_for(call->num_tiles, 8192 / tile_size + 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t row = call->first_row(tile);
+      prepare(row, call->first_row(tile + 1) - row);
+    }
+  });
+}
+
+bool prepare_float(Call* call, int max_height) {
+  const LinearArgs& args = call->args;
+  const int64_t depth = args.weight.in_features;
+  if (args.num_rows == 1) {
+    call->num_tiles = 1;
+    call->values = args.x;
+    return true;
+  }
+  auto* values = static_cast<float*>(thread_scratch(kScratchCall, static_cast<size_t>(args.num_rows * depth) * 4));
+  if (values == nullptr) return false;
+  call->values = values;
+  prepare_tiles(call, max_height, [&](int64_t row, int64_t height) {
+    float* out = values + row * depth;
+    const float* x = args.x + row * args.x_stride;
+    for (int64_t i = 0; i < height; ++i) {
+      for (int64_t k = 0; k < depth; ++k) out[k * height + i] = x[i * args.x_stride + k];
+    }
+  });
+  return true;
+}
+
+bool prepare_int(Call* call, int max_height) {
+  const LinearArgs& args = call->args;
+  const LinearFormat& format = kLinearFormats[args.weight.format];
+  const int64_t depth = args.weight.in_features;
+  const int64_t words = depth / kGroup * (1 + format.scales_per_group);
+  const int64_t code_bytes = (args.num_rows * depth + 63) / 64 * 64;
+  auto* codes = static_cast<int8_t*>(
+      thread_scratch(kScratchCall, static_cast<size_t>(code_bytes + args.num_rows * words * 4)));
+  if (codes == nullptr) return false;
+  auto* meta = reinterpret_cast<float*>(codes + code_bytes);
+  call->codes = codes;
+  call->meta = meta;
+  prepare_tiles(call, max_height, [&](int64_t row, int64_t height) {
+    for (int64_t i = 0; i < height; ++i) {
+      quantize_row(args.x + (row + i) * args.x_stride, depth, format, height, codes + row * depth + i * 4,
+                   meta + row * words + i * (1 + format.scales_per_group));
+    }
+  });
+  return true;
+}
+
 // The tile shapes that keep sums, weights and activations in registers. A few rows take more columns at once:
 // the additions of one column wait for each other.
 #if defined(PS_ISA_AVX512)
-template <class Tile>
-void run_float(const Call& call) {
-  if (call.args.num_rows <= 4 && call.args.weight.out_features >= 2048) return run_tiles<Tile, 4, 4>(call);
-  run_tiles<Tile, 12, 2>(call);
-}
-template <class Tile>
-void run_int(const Call& call) {
-  run_tiles<Tile, 6, 2>(call);
-}
+static constexpr int kRows = 12, kVecs = 2, kFewRows = 4, kManyVecs = 4;
+static constexpr int kIntRows = 6, kByteRows = 6, kIntVecs = 2;
 #elif defined(PS_ISA_AVX2)
-template <class Tile>
-void run_float(const Call& call) {
-  if (call.args.num_rows <= 3) return run_tiles<Tile, 3, 4>(call);
-  run_tiles<Tile, 6, 2>(call);
-}
-template <class Tile>
-void run_int(const Call& call) {
-  run_tiles<Tile, 4, 1>(call);
-}
+static constexpr int kRows = 6, kVecs = 2, kFewRows = 2, kManyVecs = 4;
+static constexpr int kIntRows = 4, kByteRows = 3, kIntVecs = 1;
 #else
-template <class Tile>
-void run_float(const Call& call) {
-  run_tiles<Tile, 4, 2>(call);
-}
-template <class Tile>
-void run_int(const Call& call) {
-  run_tiles<Tile, 4, 1>(call);
-}
+static constexpr int kRows = 4, kVecs = 2, kFewRows = 1, kManyVecs = 4;
+static constexpr int kIntRows = 4, kByteRows = 4, kIntVecs = 1;
 #endif
+
+template <class Values>
+bool run_float(Call* call) {
+  if (call->args.num_rows <= kFewRows) {
+    if (!prepare_float(call, kFewRows)) return false;
+    run_tiles<FloatTile<Values>, kFewRows, kManyVecs>(*call);
+  } else {
+    if (!prepare_float(call, kRows)) return false;
+    run_tiles<FloatTile<Values>, kRows, kVecs>(*call);
+  }
+  return true;
+}
+
+template <class Codes, class Scale, bool kHasMin, int kHalves>
+bool run_int(Call* call) {
+  constexpr int kHeight = Codes::kDepth == Nibbles::kDepth ? kIntRows : kByteRows;
+  if (!prepare_int(call, kHeight)) return false;
+  run_tiles<IntTile<Codes, Scale, kHasMin, kHalves>, kHeight, kIntVecs>(*call);
+  return true;
+}
+
+bool run(Call* call) {
+  switch (call->args.weight.format) {
+    case PS_LINEAR_F32: return run_float<F32Values>(call);
+    case PS_LINEAR_BF16: return run_float<BF16Values>(call);
+    case PS_LINEAR_F16: return run_float<F16Values>(call);
+    case PS_LINEAR_INT8: return run_int<Bytes, f16, false, 1>(call);
+    case PS_LINEAR_INT8_G16: return run_int<Bytes, float, false, 2>(call);
+    case PS_LINEAR_INT8_MIN: return run_int<Bytes, float, true, 1>(call);
+    case PS_LINEAR_INT4_SYM: return run_int<Nibbles, f16, false, 1>(call);
+    case PS_LINEAR_INT4: return run_int<Nibbles, f16, true, 1>(call);
+    default: return run_int<Nibbles, float, true, 1>(call);  // PS_LINEAR_INT4_F32: linear.cpp let no other pass
+  }
+}
 
 }  // namespace
 
 void linear(const LinearArgs& args, int* status) {
-  const LinearFormat& format = kLinearFormats[args.weight.format];
-  const int64_t depth = args.weight.in_features;
-  const int64_t bytes = panel_bytes(format, depth);
-  Call call{args, static_cast<const uint8_t*>(args.weight.data), bytes, (args.weight.out_features - 1) / kPanel,
-            nullptr, nullptr};
-  if (format.code_bits > 0) {
-    const int64_t num_groups = depth / kGroup, words = 1 + format.scales_per_group;
-    const int64_t code_bytes = (args.num_rows * depth + 63) / 64 * 64;
-    const int64_t scratch_bytes = code_bytes + args.num_rows * num_groups * words * 4;
-    auto* codes = static_cast<int8_t*>(thread_scratch(kScratchCall, static_cast<size_t>(scratch_bytes)));
-    if (codes == nullptr) {
-      *status = fail(PS_OUT_OF_MEMORY, "no memory to quantise %lld rows of activations", (long long)args.num_rows);
-      return;
-    }
-    auto* meta = reinterpret_cast<float*>(codes + code_bytes);
-    parallel_for(args.num_rows, 8192 / depth + 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t row = begin; row < end; ++row) {
-        quantize_row(args.x + row * args.x_stride, depth, format, codes + row * depth,
-                     meta + row * num_groups * words);
-      }
-    });
-    call.codes = codes;
-    call.meta = meta;
-  }
-  switch (args.weight.format) {
-    case PS_LINEAR_F32: run_float<FloatTile<F32Values>>(call); break;
-    case PS_LINEAR_BF16: run_float<FloatTile<BF16Values>>(call); break;
-    case PS_LINEAR_F16: run_float<FloatTile<F16Values>>(call); break;
-    case PS_LINEAR_INT8: run_int<IntTile<Bytes, f16, false, 1>>(call); break;
-    case PS_LINEAR_INT8_G16: run_int<IntTile<Bytes, float, false, 2>>(call); break;
-    case PS_LINEAR_INT8_MIN: run_int<IntTile<Bytes, float, true, 1>>(call); break;
-    case PS_LINEAR_INT4_SYM: run_int<IntTile<Nibbles, f16, false, 1>>(call); break;
-    case PS_LINEAR_INT4: run_int<IntTile<Nibbles, f16, true, 1>>(call); break;
-    case PS_LINEAR_INT4_F32: run_int<IntTile<Nibbles, float, true, 1>>(call); break;
+  Call call{args,
+            static_cast<const uint8_t*>(args.weight.data),
+            panel_bytes(kLinearFormats[args.weight.format], args.weight.in_features),
+            (args.weight.out_features - 1) / kPanel,
+            1,
+            nullptr,
+            nullptr,
+            nullptr};
+  if (!run(&call)) {
+    *status = fail(PS_OUT_OF_MEMORY, "no memory for the activations of %lld rows", (long long)args.num_rows);
   }
 }
 

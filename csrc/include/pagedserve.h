@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define PS_API __attribute__((visibility("default")))
-#define PS_ABI_VERSION 1
+#define PS_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -87,6 +87,13 @@ typedef struct ps_attention_rows {
 PS_API int ps_paged_attention(float* out, int64_t out_stride, const float* query, int64_t query_stride,
                               int64_t num_heads, const ps_kv_cache* kv_cache, const ps_attention_rows* rows,
                               float scale, int64_t window, float soft_cap);
+
+/* ps_rotary_embedding, ps_write_kv and ps_paged_attention over one fused projection, in one call.
+ * qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; query and key are rotated in place. */
+PS_API int ps_rotary_attention(float* out, int64_t out_stride, float* qkv, int64_t qkv_stride, int64_t num_heads,
+                               const int64_t* positions, const float* cos_sin, int64_t max_position,
+                               int64_t rotary_dim, const int64_t* slot_mapping, const ps_kv_cache* kv_cache,
+                               const ps_attention_rows* rows, float scale, int64_t window, float soft_cap);
 
 /* For each pair (src, dst), in order: copies one whole block of block_bytes. The pools may be the same. */
 PS_API int ps_copy_blocks(void* dst_pool, int64_t dst_num_blocks, const void* src_pool, int64_t src_num_blocks,

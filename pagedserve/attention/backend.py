@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import torch
 
+from pagedserve.kernels import ops
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -91,3 +93,23 @@ class AttentionBackend(ABC):
 
         `sliding_window` is this layer's window where layers differ; None means the spec's.
         """
+
+    def forward_qkv(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        positions: torch.Tensor,  # int64 [num_tokens]
+        cos_sin: torch.Tensor,  # [max_position, rotary_dim], as ops.rotary_embedding wants it
+        kv_cache: torch.Tensor,  # [num_blocks, *layer_block_shape], one layer's view of the pool
+        metadata: AttentionMetadata,
+        *,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """`forward` straight from a fused projection: rotates its query and key in place first.
+
+        A backend that can do all of it in one call overrides this.
+        """
+        spec = self.spec
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        query, key, value = qkv.view(qkv.shape[0], -1, spec.head_dim).split(heads, dim=1)
+        ops.rotary_embedding(positions, query, key, cos_sin)
+        return self.forward(query, key, value, kv_cache, metadata, sliding_window=sliding_window)

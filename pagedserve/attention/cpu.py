@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from pagedserve.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
-from pagedserve.kernels import native
+from pagedserve.kernels import cpu, native
 
 _KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(slots=True, kw_only=True)
+class CpuMetadata(AttentionMetadata):
+    """The step's metadata and its description in C, made once for all layers."""
+
+    rows: cpu.AttentionRows
 
 
 class CpuBackend(AttentionBackend):
@@ -41,26 +50,54 @@ class CpuBackend(AttentionBackend):
     def layer_block_shape(self) -> tuple[int, ...]:
         return (2, self.spec.num_kv_heads, self.spec.block_size * self.spec.head_dim)
 
+    def build_metadata(
+        self,
+        *,
+        query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
+        seq_lens: torch.Tensor,  # int32 [num_seqs]
+        block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
+        slot_mapping: torch.Tensor,  # int64 [num_tokens]
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> CpuMetadata:
+        return CpuMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            rows=cpu.AttentionRows(query_start_loc, seq_lens, block_tables, slot_mapping.shape[0]),
+        )
+
     def forward(
         self,
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
-        metadata: AttentionMetadata,
+        metadata: CpuMetadata,
         *,
         sliding_window: int | None = None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         spec = self.spec
-        native.write_kv(key, value, kv_cache, metadata.slot_mapping)
-        return native.paged_attention(
-            query,
-            kv_cache,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_tables,
-            spec.scale,
-            spec.sliding_window if sliding_window is None else sliding_window,
-            spec.soft_cap,
-            None,
-        )
+        window = spec.sliding_window if sliding_window is None else sliding_window
+        cpu.write_kv(key, value, kv_cache, metadata.slot_mapping)
+        return cpu.attend(query, kv_cache, metadata.rows, spec.scale, window, spec.soft_cap, None)
+
+    def forward_qkv(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        positions: torch.Tensor,  # int64 [num_tokens]
+        cos_sin: torch.Tensor,  # [max_position, rotary_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+        metadata: CpuMetadata,
+        *,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        spec = self.spec
+        window = spec.sliding_window if sliding_window is None else sliding_window
+        return cpu.rotate_and_attend(
+            qkv, spec.head_dim, positions, cos_sin, metadata.slot_mapping, kv_cache, metadata.rows, spec.scale,
+            window, spec.soft_cap,
+        )  # fmt: skip

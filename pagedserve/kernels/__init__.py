@@ -1,1 +1,1 @@
-"""Kernels: `ops` is what the other rooms call, `reference` what each op means, `native` how csrc is reached."""
+"""Kernels: `ops` is what other rooms call, `reference` says what each op means, `cpu` and `native` reach csrc."""

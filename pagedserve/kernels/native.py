@@ -1,4 +1,4 @@
-"""The native CPU library (csrc) behind typed functions: finds it, binds it, checks every argument once.
+"""The native CPU library (csrc): finds it, binds it, describes C structs; its ops are in `kernels/cpu.py`.
 
 The only module that touches ctypes. Nothing here falls back: `ops` asks `available()` first.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libpagedserve_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 _TYPES: dict[str, Any] = {
@@ -41,6 +41,7 @@ SIGNATURES: dict[str, str] = {
     "ps_gated_activation": "iplplll",
     "ps_write_kv": "pplplpl",
     "ps_paged_attention": "plpllppflf",
+    "ps_rotary_attention": "plpllppllpppflf",
     "ps_copy_blocks": "plpllpl",
     "ps_linear_pack": "pllpli",
     "ps_linear_pack_ggml": "pllpli",
@@ -48,19 +49,26 @@ SIGNATURES: dict[str, str] = {
     "ps_linear": "plpllpppl",
 }
 
-_KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_DENSE_DTYPES = _KV_DTYPES
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LINEAR_FORMATS = {
     name: number
     for number, name in enumerate(
         ("float32", "bfloat16", "float16", "int8", "int8_g16", "int8_min", "int4_sym", "int4", "int4_f32")
     )
 }
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
 _UNSUPPORTED, _OUT_OF_MEMORY = 2, 3
 
 
-class _KVCache(ctypes.Structure):
+class _Struct(ctypes.Structure):
+    @property
+    def address(self) -> int:
+        """Where C finds it, as long as this object lives."""
+        return ctypes.addressof(self)
+
+
+class KVCacheStruct(_Struct):
+    """ps_kv_cache: one layer's view of a pool."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("block_stride", ctypes.c_int64),
@@ -72,7 +80,9 @@ class _KVCache(ctypes.Structure):
     )
 
 
-class _AttentionRows(ctypes.Structure):
+class AttentionRowsStruct(_Struct):
+    """ps_attention_rows: the rows of a step."""
+
     _fields_ = (
         ("query_start_loc", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
@@ -83,7 +93,9 @@ class _AttentionRows(ctypes.Structure):
     )
 
 
-class _LinearWeight(ctypes.Structure):
+class LinearWeightStruct(_Struct):
+    """ps_linear_weight: a packed matrix."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("out_features", ctypes.c_int64),
@@ -208,217 +220,6 @@ def set_num_threads(count: int) -> None:
     call("ps_set_num_threads", count)
 
 
-# ---- argument checks ----------------------------------------------------------------------------------------
-
-
-def _rows(tensor: torch.Tensor, name: str, num_dims: int) -> None:
-    """An fp32 CPU tensor, contiguous but for the stride of its first dimension (where it has two or more)."""
-    if tensor.dtype is not torch.float32 or not tensor.is_cpu:
-        raise TypeError(f"{name} must be fp32 on the CPU, it is {tensor.dtype} on {tensor.device}")
-    if tensor.dim() != num_dims:
-        raise ValueError(f"{name} must have {num_dims} dimensions, its shape is {tuple(tensor.shape)}")
-    if tensor.is_contiguous():
-        return
-    expected = 1
-    for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
-        if stride != expected and size != 1:
-            break
-        expected *= size
-    else:
-        if num_dims > 1:
-            return
-    raise ValueError(f"{name} must be contiguous but for its first dimension: strides {tensor.stride()}")
-
-
-def _ints(tensor: torch.Tensor, name: str, dtype: torch.dtype, num_dims: int) -> None:
-    if tensor.dtype is not dtype or not tensor.is_cpu:
-        raise TypeError(f"{name} must be {dtype} on the CPU, it is {tensor.dtype} on {tensor.device}")
-    if tensor.dim() != num_dims or not (tensor.is_contiguous() or (num_dims == 2 and tensor.stride(1) == 1)):
-        raise ValueError(f"{name} must be contiguous with {num_dims} dimensions: {tuple(tensor.shape)}")
-
-
-def _same(found: tuple[int, ...], wanted: tuple[int, ...], name: str) -> None:
-    if tuple(found) != wanted:
-        raise ValueError(f"{name} has shape {tuple(found)}, it must be {wanted}")
-
-
-@lru_cache(maxsize=1024)
-def _kv_cache(
-    data: int, block_stride: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: int
-) -> _KVCache:
-    return _KVCache(data, block_stride, num_blocks, num_kv_heads, head_dim, block_size, dtype)
-
-
-def _kv_struct(kv_cache: torch.Tensor, head_dim: int) -> _KVCache:
-    """The C description of a layer's view [num_blocks, 2, num_kv_heads, block_size * head_dim]."""
-    dtype = _KV_DTYPES.get(kv_cache.dtype)
-    if dtype is None or not kv_cache.is_cpu:
-        raise TypeError(f"kv_cache must be fp32, bf16 or fp16 on the CPU, it is {kv_cache.dtype}")
-    if kv_cache.dim() != 4 or kv_cache.shape[1] != 2 or kv_cache.shape[3] % head_dim:
-        raise ValueError(
-            "kv_cache must be [num_blocks, 2, num_kv_heads, block_size * head_dim] with head_dim "
-            f"{head_dim}, it is {tuple(kv_cache.shape)}"
-        )
-    num_blocks, _, num_kv_heads, head_size = kv_cache.shape
-    block_stride = kv_cache.stride(0)
-    if kv_cache.stride()[1:] != (num_kv_heads * head_size, head_size, 1):
-        raise ValueError(f"kv_cache must be contiguous within a block: strides {kv_cache.stride()}")
-    return _kv_cache(
-        kv_cache.data_ptr(), block_stride, num_blocks, num_kv_heads, head_dim, head_size // head_dim, dtype
-    )
-
-
-# ---- the ops ------------------------------------------------------------------------------------------------
-
-
-def rms_norm(
-    x: torch.Tensor,  # [num_tokens, dim] or [num_tokens, num_heads, dim]
-    weight: torch.Tensor,  # [dim]
-    eps: float,
-    residual: torch.Tensor | None,  # [num_tokens, dim]
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    if out is None:
-        out = torch.empty(x.shape, dtype=torch.float32)
-    num_dims = x.dim()
-    if num_dims not in (2, 3):
-        raise ValueError(f"x must have 2 or 3 dimensions, its shape is {tuple(x.shape)}")
-    _rows(x, "x", num_dims)
-    _rows(out, "out", num_dims)
-    _rows(weight, "weight", 1)
-    dim = x.shape[-1]
-    _same(out.shape, tuple(x.shape), "out")
-    _same(weight.shape, (dim,), "weight")
-    if residual is not None:
-        _rows(residual, "residual", 2)
-        _same(residual.shape, tuple(x.shape), "residual")
-    num_inner = x.shape[1] if num_dims == 3 else 1
-    call(
-        "ps_rms_norm", out.data_ptr(), out.stride(0), dim, x.data_ptr(), x.stride(0), dim,
-        None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0),
-        weight.data_ptr(), x.shape[0], num_inner, dim, eps,
-    )  # fmt: skip
-    return out
-
-
-def rotary_embedding(
-    positions: torch.Tensor,  # int64 [num_tokens]
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    key: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_dim]
-    cos_sin: torch.Tensor,  # [max_position, rotary_dim]
-) -> None:
-    _ints(positions, "positions", torch.int64, 1)
-    _rows(query, "query", 3)
-    _rows(cos_sin, "cos_sin", 2)
-    num_tokens, num_heads, head_dim = query.shape
-    _same(positions.shape, (num_tokens,), "positions")
-    max_position, rotary_dim = cos_sin.shape
-    if cos_sin.stride(0) != rotary_dim:
-        raise ValueError("cos_sin must be contiguous")
-    key_pointer, key_stride, num_kv_heads = None, 0, 0
-    if key is not None:
-        _rows(key, "key", 3)
-        _same((key.shape[0], key.shape[2]), (num_tokens, head_dim), "key's first and last dimension")
-        key_pointer, key_stride, num_kv_heads = key.data_ptr(), key.stride(0), key.shape[1]
-    call(
-        "ps_rotary_embedding", positions.data_ptr(), query.data_ptr(), query.stride(0), num_heads, key_pointer,
-        key_stride, num_kv_heads, cos_sin.data_ptr(), max_position, num_tokens, head_dim, rotary_dim,
-    )  # fmt: skip
-
-
-def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    _rows(x, "x", 2)
-    num_rows, double = x.shape
-    if double % 2:
-        raise ValueError(f"x must be [num_tokens, 2 * dim], its shape is {tuple(x.shape)}")
-    dim = double // 2
-    if out is None:
-        out = torch.empty((num_rows, dim), dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, (num_rows, dim), "out")
-    call(
-        "ps_gated_activation", _ACTIVATIONS[kind], out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
-        num_rows, dim,
-    )  # fmt: skip
-    return out
-
-
-def write_kv(
-    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
-    slot_mapping: torch.Tensor,  # int64 [num_tokens]
-) -> None:
-    _rows(key, "key", 3)
-    _rows(value, "value", 3)
-    _ints(slot_mapping, "slot_mapping", torch.int64, 1)
-    num_tokens, _, head_dim = key.shape
-    struct = _kv_struct(kv_cache, head_dim)
-    _same(key.shape, (num_tokens, struct.num_kv_heads, head_dim), "key")
-    _same(value.shape, (num_tokens, struct.num_kv_heads, head_dim), "value")
-    _same(slot_mapping.shape, (num_tokens,), "slot_mapping")
-    call(
-        "ps_write_kv", ctypes.byref(struct), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
-        slot_mapping.data_ptr(), num_tokens,
-    )  # fmt: skip
-
-
-def paged_attention(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
-    query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
-    seq_lens: torch.Tensor,  # int32 [num_seqs]
-    block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    _rows(query, "query", 3)
-    _ints(query_start_loc, "query_start_loc", torch.int32, 1)
-    _ints(seq_lens, "seq_lens", torch.int32, 1)
-    _ints(block_tables, "block_tables", torch.int32, 2)
-    num_tokens, num_heads, head_dim = query.shape
-    num_seqs = seq_lens.shape[0]
-    _same(query_start_loc.shape, (num_seqs + 1,), "query_start_loc")
-    _same(block_tables.shape[:1], (num_seqs,), "block_tables' first dimension")
-    if out is None:
-        out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
-    _rows(out, "out", 3)
-    _same(out.shape, tuple(query.shape), "out")
-    struct = _kv_struct(kv_cache, head_dim)
-    rows = _AttentionRows(
-        query_start_loc.data_ptr(),
-        seq_lens.data_ptr(),
-        block_tables.data_ptr(),
-        block_tables.stride(0),
-        num_seqs,
-        num_tokens,
-    )
-    call(
-        "ps_paged_attention", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads,
-        ctypes.byref(struct), ctypes.byref(rows), scale, sliding_window or 0, soft_cap or 0.0,
-    )  # fmt: skip
-    return out
-
-
-def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    _ints(pairs, "pairs", torch.int64, 2)
-    _same(pairs.shape[1:], (2,), "pairs' last dimension")
-    if src_pool.dtype is not dst_pool.dtype or src_pool.shape[1:] != dst_pool.shape[1:]:
-        raise ValueError("the two pools must hold blocks of one dtype and shape")
-    for pool in (src_pool, dst_pool):
-        if not pool.is_cpu or not pool.is_contiguous():
-            raise ValueError("a pool must be contiguous and on the CPU")
-    if pairs.numel() == 0:
-        return
-    block_bytes = src_pool.stride(0) * src_pool.element_size()
-    call(
-        "ps_copy_blocks", dst_pool.data_ptr(), dst_pool.shape[0], src_pool.data_ptr(), src_pool.shape[0],
-        block_bytes, pairs.contiguous().data_ptr(), pairs.shape[0],
-    )  # fmt: skip
-
-
 # ---- packed linear weights ----------------------------------------------------------------------------------
 
 
@@ -436,19 +237,20 @@ class PackedMatrix:
         self.out_features = out_features
         self.in_features = in_features
         self.data = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._struct = _LinearWeight(self.data.data_ptr(), out_features, in_features, LINEAR_FORMATS[fmt])
-        self.address = ctypes.addressof(self._struct)
+        self._struct = LinearWeightStruct(self.data.data_ptr(), out_features, in_features, LINEAR_FORMATS[fmt])
+        self.address = self._struct.address
 
     def pack(self, first_row: int, rows: torch.Tensor) -> None:
         """Fills rows from `first_row` with dense ones, fp32, bf16 or fp16 [num_rows, in_features]."""
-        if rows.dtype not in _DENSE_DTYPES or not rows.is_cpu:
+        if rows.dtype not in DTYPES or not rows.is_cpu:
             raise TypeError(f"rows must be fp32, bf16 or fp16 on the CPU, they are {rows.dtype} on {rows.device}")
-        _same(rows.shape[1:], (self.in_features,), "rows' last dimension")
+        if rows.dim() != 2 or rows.shape[1] != self.in_features:
+            raise ValueError(f"rows must be [num_rows, {self.in_features}], they are {tuple(rows.shape)}")
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         call(
             "ps_linear_pack", self.address, first_row, rows.shape[0], rows.data_ptr(), rows.stride(0),
-            _DENSE_DTYPES[rows.dtype],
+            DTYPES[rows.dtype],
         )  # fmt: skip
 
     def pack_ggml(self, first_row: int, rows: np.ndarray, ggml_type: int) -> None:
@@ -466,43 +268,3 @@ def linear_format_of_ggml_type(ggml_type: int) -> str | None:
     """The format that holds a quant type of GGUF files without loss, if there is one."""
     number = _loaded().ps_linear_format_of_ggml_type(ggml_type)
     return None if number < 0 else list(LINEAR_FORMATS)[number]
-
-
-def linear(
-    x: torch.Tensor,  # [num_tokens, in_features]
-    weight: PackedMatrix,
-    bias: torch.Tensor | None,  # [out_features]
-    residual: torch.Tensor | None,  # [num_tokens, out_features]
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    _rows(x, "x", 2)
-    num_tokens = x.shape[0]
-    _same(x.shape[1:], (weight.in_features,), "x's last dimension")
-    shape = (num_tokens, weight.out_features)
-    if out is None:
-        out = torch.empty(shape, dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, shape, "out")
-    if bias is not None:
-        _rows(bias, "bias", 1)
-        _same(bias.shape, shape[1:], "bias")
-    if residual is not None:
-        _rows(residual, "residual", 2)
-        _same(residual.shape, shape, "residual")
-    call(
-        "ps_linear", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), num_tokens, weight.address,
-        None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride(0),
-    )  # fmt: skip
-    return out
-
-
-def linear_rows(weight: PackedMatrix, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    _ints(row_ids, "row_ids", torch.int64, 1)
-    shape = (row_ids.shape[0], weight.in_features)
-    if out is None:
-        out = torch.empty(shape, dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, shape, "out")
-    call("ps_linear_rows", out.data_ptr(), out.stride(0), weight.address, row_ids.data_ptr(), row_ids.shape[0])
-    return out

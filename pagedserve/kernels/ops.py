@@ -10,11 +10,11 @@ from types import ModuleType
 
 import torch
 
-from pagedserve.kernels import native, reference
+from pagedserve.kernels import cpu, native, reference
 
 
 def _implementation(x: torch.Tensor) -> ModuleType:
-    return native if x.dtype is torch.float32 and x.is_cpu and native.available() else reference
+    return cpu if x.dtype is torch.float32 and x.is_cpu and native.available() else reference
 
 
 def _kv_implementation(x: torch.Tensor, kv_cache: torch.Tensor) -> ModuleType:
@@ -95,7 +95,7 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies whole blocks from one pool to another, in order. pools: [num_blocks, ...]; pairs: int64 [n, 2]."""
     on_cpu = src_pool.is_cpu and dst_pool.is_cpu and native.available()
-    (native if on_cpu else reference).swap_blocks(src_pool, dst_pool, pairs)
+    (cpu if on_cpu else reference).swap_blocks(src_pool, dst_pool, pairs)
 
 
 def linear(
@@ -110,7 +110,7 @@ def linear(
 
     With packed weights a row's bits depend neither on the other rows nor on the number of threads.
     """
-    implementation = native if isinstance(weight, native.PackedMatrix) else reference
+    implementation = cpu if isinstance(weight, native.PackedMatrix) else reference
     return implementation.linear(x, weight, bias, residual, out)
 
 
@@ -121,5 +121,5 @@ def linear_rows(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [num_rows, in_features]
     """Rows of a weight, dequantised: embedding lookup."""
-    implementation = native if isinstance(weight, native.PackedMatrix) else reference
+    implementation = cpu if isinstance(weight, native.PackedMatrix) else reference
     return implementation.linear_rows(weight, row_ids, out)

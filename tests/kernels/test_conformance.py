@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pagedserve.kernels import native, reference
+from pagedserve.kernels import cpu, reference
 from tests.helpers.paged_batch import make_paged_batch
 
 DIMS = [1, 5, 8, 16, 31, 64, 100, 576]
@@ -31,7 +31,7 @@ def poisoned(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 def test_rms_norm(isa: str, rows: int, dim: int) -> None:
     x, weight = randn(rows, dim) * 3, randn(dim)
-    out = native.rms_norm(x, weight, 1e-5, None, poisoned(rows, dim))
+    out = cpu.rms_norm(x, weight, 1e-5, None, poisoned(rows, dim))
     assert_close(out, reference.rms_norm(x, weight, 1e-5, None, None))
 
 
@@ -40,7 +40,7 @@ def test_rms_norm_adds_to_the_residual_in_place(isa: str, dim: int) -> None:
     x, weight, residual = randn(7, dim), randn(dim), randn(8, dim)[1:] * 5
     wanted_residual = residual.clone()
     wanted = reference.rms_norm(x, weight, 1e-6, wanted_residual, None)
-    assert native.rms_norm(x, weight, 1e-6, residual, x) is x
+    assert cpu.rms_norm(x, weight, 1e-6, residual, x) is x
     assert_close(x, wanted)
     assert torch.equal(residual, wanted_residual)
 
@@ -51,7 +51,7 @@ def test_rms_norm_of_the_heads_inside_a_wider_tensor(isa: str, head_dim: int) ->
     heads, weight = qkv[:, 2:6], randn(head_dim)
     rest = qkv.clone()
     wanted = reference.rms_norm(heads, weight, 1e-6, None, None)
-    native.rms_norm(heads, weight, 1e-6, None, heads)
+    cpu.rms_norm(heads, weight, 1e-6, None, heads)
     assert_close(heads, wanted)
     assert torch.equal(qkv[:, :2], rest[:, :2]) and torch.equal(qkv[:, 6:], rest[:, 6:])
 
@@ -63,11 +63,11 @@ def test_rotary_embedding(isa: str, rows: int, head_dim: int, rotary_dim: int) -
     wanted = qkv.clone()
     positions = torch.randint(0, 50, (rows,))
     cos_sin = randn(50, rotary_dim)
-    native.rotary_embedding(positions, qkv[:, :5], qkv[:, 5:7], cos_sin)
+    cpu.rotary_embedding(positions, qkv[:, :5], qkv[:, 5:7], cos_sin)
     reference.rotary_embedding(positions, wanted[:, :5], wanted[:, 5:7], cos_sin)
     assert_close(qkv, wanted)
     alone = wanted[:, :5].clone()
-    native.rotary_embedding(positions, alone, None, cos_sin)
+    cpu.rotary_embedding(positions, alone, None, cos_sin)
     assert_close(alone, _rotated(wanted[:, :5], positions, cos_sin))
 
 
@@ -83,7 +83,7 @@ def test_gated_activation(isa: str, kind: str, rows: int, dim: int) -> None:
     x = randn(rows, 2 * dim) * 4
     if rows:
         x[0, 0], x[-1, dim - 1] = 120.0, -120.0  # where a careless e^x overflows
-    out = native.gated_activation(kind, x, poisoned(rows, dim))
+    out = cpu.gated_activation(kind, x, poisoned(rows, dim))
     assert_close(out, reference.gated_activation(kind, x, None), atol=2e-6, rtol=2e-6)
 
 
@@ -98,7 +98,7 @@ def test_write_kv(isa: str, block_size: int, head_dim: int, kv_dtype: torch.dtyp
     kv[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), 1e-6, 7e4])  # rounding at the edges of fp16
     slots = torch.randperm(num_blocks * block_size)[:num_tokens]
     slots[::5] = -1
-    native.write_kv(kv[:, 0], kv[:, 1], pool[:, 1], slots)
+    cpu.write_kv(kv[:, 0], kv[:, 1], pool[:, 1], slots)
     reference.write_kv(kv[:, 0], kv[:, 1], wanted[:, 1], slots)
     assert torch.equal(pool.isnan(), wanted.isnan())
     assert torch.equal(pool.nan_to_num(), wanted.nan_to_num())
@@ -108,7 +108,7 @@ def check_attention(batch, *, sliding_window: int | None = None, soft_cap: float
     arguments = (batch.query, batch.kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables)
     scale = batch.query.shape[-1] ** -0.5
     wanted = reference.paged_attention(*arguments, scale, sliding_window, soft_cap, None)
-    out = native.paged_attention(*arguments, scale, sliding_window, soft_cap, torch.full_like(wanted, float("nan")))
+    out = cpu.paged_attention(*arguments, scale, sliding_window, soft_cap, torch.full_like(wanted, float("nan")))
     assert not wanted.isnan().any()
     assert_close(out, wanted, atol=5e-6, rtol=1e-5)
 
@@ -163,7 +163,7 @@ def test_strided_query(isa: str) -> None:
 def test_a_nan_in_one_row_stays_there(isa: str) -> None:
     batch = make_paged_batch([30, 30], [3, 3])
     batch.query[1, 2] = float("nan")
-    out = native.paged_attention(
+    out = cpu.paged_attention(
         batch.query, batch.kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, 0.25, None, None, None
     )
     poisoned_heads = out.isnan().any(-1)
@@ -175,7 +175,7 @@ def test_swap_blocks(isa: str, block_elements: int) -> None:
     src, dst = randn(6, block_elements), randn(9, block_elements)
     wanted = dst.clone()
     pairs = torch.tensor([[5, 0], [0, 8], [1, 0]])
-    native.swap_blocks(src, dst, pairs)
+    cpu.swap_blocks(src, dst, pairs)
     reference.swap_blocks(src, wanted, pairs)
     assert torch.equal(dst, wanted)
 
@@ -184,6 +184,6 @@ def test_copies_within_a_pool_run_in_order(isa: str) -> None:
     pool = randn(4, 2, 3, 5).bfloat16()
     wanted = pool.clone()
     pairs = torch.tensor([[0, 1], [1, 2], [3, 0]])
-    native.swap_blocks(pool, pool, pairs)
+    cpu.swap_blocks(pool, pool, pairs)
     reference.swap_blocks(wanted, wanted, pairs)
     assert torch.equal(pool, wanted) and torch.equal(pool[2], pool[1])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedserve.kernels import native
+from pagedserve.kernels import cpu, native
 from tests.helpers.paged_batch import PagedBatch, make_paged_batch
 
 
 def attend(batch: PagedBatch, query: torch.Tensor, starts: list[int], lens: list[int], rows: list[int], **kwargs):
-    return native.paged_attention(
+    return cpu.paged_attention(
         query,
         batch.kv_cache,
         torch.tensor(starts, dtype=torch.int32),
@@ -77,8 +77,8 @@ def test_any_number_of_threads(isa: str, query_len: int) -> None:
 @pytest.mark.parametrize("dim", [31, 576])
 def test_rows_of_the_elementwise_ops(isa: str, dim: int) -> None:
     x, weight = torch.randn(50, 2 * dim), torch.randn(2 * dim)
-    normed = native.rms_norm(x, weight, 1e-5, None, None)
-    activated = native.gated_activation("silu", x, None)
+    normed = cpu.rms_norm(x, weight, 1e-5, None, None)
+    activated = cpu.gated_activation("silu", x, None)
     for row in (0, 17, 49):
-        assert torch.equal(native.rms_norm(x[row : row + 1], weight, 1e-5, None, None)[0], normed[row])
-        assert torch.equal(native.gated_activation("silu", x[row : row + 1], None)[0], activated[row])
+        assert torch.equal(cpu.rms_norm(x[row : row + 1], weight, 1e-5, None, None)[0], normed[row])
+        assert torch.equal(cpu.gated_activation("silu", x[row : row + 1], None)[0], activated[row])

@@ -12,7 +12,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch.testing import assert_close
 
-from pagedserve.kernels import native, ops, reference
+from pagedserve.kernels import cpu, native, ops, reference
 from pagedserve.kernels.native import PackedMatrix
 from tests.helpers.gguf_rows import SCALE_OFFSETS, dequantized, random_rows
 
@@ -46,12 +46,12 @@ def shapes(fmt: str) -> list[tuple[int, int]]:
 
 
 def all_rows(matrix: PackedMatrix) -> torch.Tensor:
-    return native.linear_rows(matrix, torch.arange(matrix.out_features), None)
+    return cpu.linear_rows(matrix, torch.arange(matrix.out_features), None)
 
 
 def multiply(matrix: PackedMatrix, x: torch.Tensor, **kwargs: torch.Tensor | None) -> torch.Tensor:
     out = torch.full((x.shape[0], matrix.out_features), torch.nan)
-    return native.linear(x, matrix, kwargs.get("bias"), kwargs.get("residual"), out)
+    return cpu.linear(x, matrix, kwargs.get("bias"), kwargs.get("residual"), out)
 
 
 @pytest.mark.parametrize("quant_type", SCALE_OFFSETS)
@@ -194,12 +194,12 @@ def test_strided_rows_slices_of_outputs_and_in_place_residuals(isa: str, fmt: st
     wide, target = randn(9, 100), torch.zeros(9, 60)
     x = wide[:, 10:74]
     wanted = multiply(matrix, x.contiguous())
-    native.linear(x, matrix, None, None, target[:, 20:57])
+    cpu.linear(x, matrix, None, None, target[:, 20:57])
     assert torch.equal(target[:, 20:57], wanted)
     assert not target[:, :20].any() and not target[:, 57:].any()
     residual = randn(9, 37, seed=3)
     sum_of_both = multiply(matrix, x, residual=residual)
-    native.linear(x, matrix, None, residual, residual)
+    cpu.linear(x, matrix, None, residual, residual)
     assert torch.equal(residual, sum_of_both)
 
 
@@ -234,4 +234,4 @@ def test_refusals(call, message: str) -> None:
 
 
 def all_rows_of(matrix: PackedMatrix, ids: list[int]) -> torch.Tensor:
-    return native.linear_rows(matrix, torch.tensor(ids), None)
+    return cpu.linear_rows(matrix, torch.tensor(ids), None)

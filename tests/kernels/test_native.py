@@ -13,7 +13,7 @@ import torch
 
 import pagedserve
 from pagedserve.errors import ConfigError
-from pagedserve.kernels import native
+from pagedserve.kernels import cpu, native
 from tests.helpers.paged_batch import make_paged_batch
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not built here")
@@ -98,33 +98,33 @@ def test_the_best_instruction_set_is_the_default() -> None:
 )
 def test_rms_norm_refuses(x: torch.Tensor, weight: torch.Tensor, match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
-        native.rms_norm(x, weight, 1e-5, None, None)
+        cpu.rms_norm(x, weight, 1e-5, None, None)
 
 
 @needs_native
 def test_rms_norm_refuses_a_residual_or_out_of_another_shape() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(8)
     with pytest.raises(ValueError, match="residual has shape"):
-        native.rms_norm(x, weight, 1e-5, torch.zeros(3, 8), None)
+        cpu.rms_norm(x, weight, 1e-5, torch.zeros(3, 8), None)
     with pytest.raises(ValueError, match="out has shape"):
-        native.rms_norm(x, weight, 1e-5, None, torch.zeros(2, 9))
+        cpu.rms_norm(x, weight, 1e-5, None, torch.zeros(2, 9))
     with pytest.raises(ValueError, match="residual"):
-        native.rms_norm(torch.zeros(2, 2, 8), weight, 1e-5, torch.zeros(2, 2, 8), None)
+        cpu.rms_norm(torch.zeros(2, 2, 8), weight, 1e-5, torch.zeros(2, 2, 8), None)
 
 
 @needs_native
 def test_rotary_embedding_refuses() -> None:
     query, cos_sin = torch.zeros(2, 3, 8), torch.zeros(10, 8)
     with pytest.raises(ValueError, match=r"positions\[1\] is 10, the cos/sin table ends at 10"):
-        native.rotary_embedding(torch.tensor([0, 10]), query, None, cos_sin)
+        cpu.rotary_embedding(torch.tensor([0, 10]), query, None, cos_sin)
     with pytest.raises(ValueError, match=r"positions\[0\] is -1"):
-        native.rotary_embedding(torch.tensor([-1, 0]), query, None, cos_sin)
+        cpu.rotary_embedding(torch.tensor([-1, 0]), query, None, cos_sin)
     with pytest.raises(TypeError, match="positions must be"):
-        native.rotary_embedding(torch.tensor([0, 1], dtype=torch.int32), query, None, cos_sin)
+        cpu.rotary_embedding(torch.tensor([0, 1], dtype=torch.int32), query, None, cos_sin)
     with pytest.raises(ValueError, match="rotary_dim is 10"):
-        native.rotary_embedding(torch.tensor([0, 1]), query, None, torch.zeros(10, 10))
+        cpu.rotary_embedding(torch.tensor([0, 1]), query, None, torch.zeros(10, 10))
     with pytest.raises(ValueError, match="key"):
-        native.rotary_embedding(torch.tensor([0, 1]), query, torch.zeros(2, 3, 16), cos_sin)
+        cpu.rotary_embedding(torch.tensor([0, 1]), query, torch.zeros(2, 3, 16), cos_sin)
 
 
 @needs_native
@@ -132,17 +132,17 @@ def test_write_kv_refuses() -> None:
     key, kv_cache = torch.zeros(2, 1, 8), torch.zeros(4, 2, 1, 32)
     for slot in (-2, 16):
         with pytest.raises(ValueError, match=rf"slot_mapping\[1\] is {slot}, the pool has 16 slots"):
-            native.write_kv(key, key, kv_cache, torch.tensor([0, slot]))
+            cpu.write_kv(key, key, kv_cache, torch.tensor([0, slot]))
     with pytest.raises(ValueError, match="slot_mapping has shape"):
-        native.write_kv(key, key, kv_cache, torch.tensor([0]))
+        cpu.write_kv(key, key, kv_cache, torch.tensor([0]))
     with pytest.raises(ValueError, match="value has shape"):
-        native.write_kv(key, torch.zeros(1, 1, 8), kv_cache, torch.tensor([0, 1]))
+        cpu.write_kv(key, torch.zeros(1, 1, 8), kv_cache, torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="kv_cache must be fp32, bf16 or fp16"):
-        native.write_kv(key, key, kv_cache.double(), torch.tensor([0, 1]))
+        cpu.write_kv(key, key, kv_cache.double(), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="contiguous within a block"):
-        native.write_kv(key, key, torch.zeros(4, 2, 1, 64)[..., ::2], torch.tensor([0, 1]))
+        cpu.write_kv(key, key, torch.zeros(4, 2, 1, 64)[..., ::2], torch.tensor([0, 1]))
     with pytest.raises(ConfigError, match="power of two"):
-        native.write_kv(key, key, torch.zeros(4, 2, 1, 24), torch.tensor([0, 1]))
+        cpu.write_kv(key, key, torch.zeros(4, 2, 1, 24), torch.tensor([0, 1]))
 
 
 @needs_native
@@ -161,7 +161,7 @@ def test_paged_attention_refuses() -> None:
             "soft_cap": None,
             "out": None,
         }
-        native.paged_attention(**(arguments | changes))
+        cpu.paged_attention(**(arguments | changes))
 
     attend()
     tables = batch.block_tables.clone()
@@ -186,11 +186,11 @@ def test_paged_attention_refuses() -> None:
 def test_swap_blocks_refuses() -> None:
     pool = torch.zeros(4, 8)
     with pytest.raises(ValueError, match="pair 1 copies block 0 of 4 to block 4 of 4"):
-        native.swap_blocks(pool, pool, torch.tensor([[0, 1], [0, 4]]))
+        cpu.swap_blocks(pool, pool, torch.tensor([[0, 1], [0, 4]]))
     with pytest.raises(ValueError, match="one dtype and shape"):
-        native.swap_blocks(pool, torch.zeros(4, 9), torch.tensor([[0, 1]]))
+        cpu.swap_blocks(pool, torch.zeros(4, 9), torch.tensor([[0, 1]]))
     with pytest.raises(ValueError, match="contiguous"):
-        native.swap_blocks(pool.T, pool.T, torch.tensor([[0, 1]]))
+        cpu.swap_blocks(pool.T, pool.T, torch.tensor([[0, 1]]))
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_the_pool_is_resized_and_refuses_nonsense() -> None:
             native.set_num_threads(count)
             assert native.num_threads() == count
             x = torch.randn(500, 128)
-            assert torch.allclose(native.gated_activation("silu", x, None), x[:, :64].sigmoid() * x[:, :64] * x[:, 64:])
+            assert torch.allclose(cpu.gated_activation("silu", x, None), x[:, :64].sigmoid() * x[:, :64] * x[:, 64:])
         with pytest.raises(ValueError, match="num_threads is 0"):
             native.set_num_threads(0)
     finally:
@@ -217,9 +217,9 @@ def test_callers_on_several_threads_do_not_mix() -> None:
 
     def work(seed: int) -> None:
         x = torch.randn(300, 256, generator=torch.Generator().manual_seed(seed))
-        wanted = native.gated_activation("silu", x, None)
+        wanted = cpu.gated_activation("silu", x, None)
         for _ in range(50):
-            if not torch.equal(native.gated_activation("silu", x, None), wanted):
+            if not torch.equal(cpu.gated_activation("silu", x, None), wanted):
                 failures.append(seed)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -234,12 +234,12 @@ def test_callers_on_several_threads_do_not_mix() -> None:
 def test_a_forked_child_makes_its_own_pool() -> None:
     code = """
 import os, sys, torch
-from pagedserve.kernels import native
+from pagedserve.kernels import cpu, native
 native.set_num_threads(3)
 x = torch.randn(400, 256)
-wanted = native.gated_activation("silu", x, None)
+wanted = cpu.gated_activation("silu", x, None)
 child = os.fork()
-same = all(torch.equal(native.gated_activation("silu", x, None), wanted) for _ in range(20))
+same = all(torch.equal(cpu.gated_activation("silu", x, None), wanted) for _ in range(20))
 if child == 0:
     os._exit(0 if same and native.num_threads() == 3 else 1)
 sys.exit(os.waitpid(child, 0)[1] or not same)

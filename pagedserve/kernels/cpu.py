@@ -1,0 +1,338 @@
+"""The native ops: every argument checked once, then one call into csrc. fp32 activations on the CPU.
+
+Each op is defined by its namesake in `reference`; `ops` chooses between the two.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from pagedserve.kernels import native
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
+
+# ---- argument checks ----------------------------------------------------------------------------------------
+
+
+def _rows(tensor: torch.Tensor, name: str, num_dims: int) -> None:
+    """An fp32 CPU tensor, contiguous but for the stride of its first dimension (where it has two or more)."""
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+        raise TypeError(f"{name} must be fp32 on the CPU, it is {tensor.dtype} on {tensor.device}")
+    if tensor.dim() != num_dims:
+        raise ValueError(f"{name} must have {num_dims} dimensions, its shape is {tuple(tensor.shape)}")
+    if tensor.is_contiguous():
+        return
+    expected = 1
+    for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
+        if stride != expected and size != 1:
+            break
+        expected *= size
+    else:
+        if num_dims > 1:
+            return
+    raise ValueError(f"{name} must be contiguous but for its first dimension: strides {tensor.stride()}")
+
+
+def _ints(tensor: torch.Tensor, name: str, dtype: torch.dtype, num_dims: int) -> None:
+    if tensor.dtype is not dtype or not tensor.is_cpu:
+        raise TypeError(f"{name} must be {dtype} on the CPU, it is {tensor.dtype} on {tensor.device}")
+    if tensor.dim() != num_dims or not (tensor.is_contiguous() or (num_dims == 2 and tensor.stride(1) == 1)):
+        raise ValueError(f"{name} must be contiguous with {num_dims} dimensions: {tuple(tensor.shape)}")
+
+
+def _same(found: tuple[int, ...], wanted: tuple[int, ...], name: str) -> None:
+    if tuple(found) != wanted:
+        raise ValueError(f"{name} has shape {tuple(found)}, it must be {wanted}")
+
+
+@lru_cache(maxsize=1024)
+def _kv_cache(
+    data: int, block_stride: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: int
+) -> native.KVCacheStruct:
+    return native.KVCacheStruct(data, block_stride, num_blocks, num_kv_heads, head_dim, block_size, dtype)
+
+
+def _kv_struct(kv_cache: torch.Tensor, head_dim: int) -> native.KVCacheStruct:
+    """The C description of a layer's view [num_blocks, 2, num_kv_heads, block_size * head_dim]."""
+    dtype = native.DTYPES.get(kv_cache.dtype)
+    if dtype is None or not kv_cache.is_cpu:
+        raise TypeError(f"kv_cache must be fp32, bf16 or fp16 on the CPU, it is {kv_cache.dtype}")
+    if kv_cache.dim() != 4 or kv_cache.shape[1] != 2 or kv_cache.shape[3] % head_dim:
+        raise ValueError(
+            "kv_cache must be [num_blocks, 2, num_kv_heads, block_size * head_dim] with head_dim "
+            f"{head_dim}, it is {tuple(kv_cache.shape)}"
+        )
+    num_blocks, _, num_kv_heads, head_size = kv_cache.shape
+    block_stride = kv_cache.stride(0)
+    if kv_cache.stride()[1:] != (num_kv_heads * head_size, head_size, 1):
+        raise ValueError(f"kv_cache must be contiguous within a block: strides {kv_cache.stride()}")
+    return _kv_cache(
+        kv_cache.data_ptr(), block_stride, num_blocks, num_kv_heads, head_dim, head_size // head_dim, dtype
+    )
+
+
+def _cos_sin(cos_sin: torch.Tensor) -> tuple[int, int]:
+    _rows(cos_sin, "cos_sin", 2)
+    if not cos_sin.is_contiguous():
+        raise ValueError("cos_sin must be contiguous")
+    max_position, rotary_dim = cos_sin.shape
+    return max_position, rotary_dim
+
+
+# ---- the ops ------------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: torch.Tensor,  # [num_tokens, dim] or [num_tokens, num_heads, dim]
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+    residual: torch.Tensor | None,  # [num_tokens, dim]
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if out is None:
+        out = torch.empty(x.shape, dtype=torch.float32)
+    num_dims = x.dim()
+    if num_dims not in (2, 3):
+        raise ValueError(f"x must have 2 or 3 dimensions, its shape is {tuple(x.shape)}")
+    _rows(x, "x", num_dims)
+    _rows(out, "out", num_dims)
+    _rows(weight, "weight", 1)
+    dim = x.shape[-1]
+    _same(out.shape, tuple(x.shape), "out")
+    _same(weight.shape, (dim,), "weight")
+    if residual is not None:
+        _rows(residual, "residual", 2)
+        _same(residual.shape, tuple(x.shape), "residual")
+    num_inner = x.shape[1] if num_dims == 3 else 1
+    native.call(
+        "ps_rms_norm", out.data_ptr(), out.stride(0), dim, x.data_ptr(), x.stride(0), dim,
+        None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0),
+        weight.data_ptr(), x.shape[0], num_inner, dim, eps,
+    )  # fmt: skip
+    return out
+
+
+def rotary_embedding(
+    positions: torch.Tensor,  # int64 [num_tokens]
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    key: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_dim]
+    cos_sin: torch.Tensor,  # [max_position, rotary_dim]
+) -> None:
+    _ints(positions, "positions", torch.int64, 1)
+    _rows(query, "query", 3)
+    num_tokens, num_heads, head_dim = query.shape
+    _same(positions.shape, (num_tokens,), "positions")
+    max_position, rotary_dim = _cos_sin(cos_sin)
+    key_pointer, key_stride, num_kv_heads = None, 0, 0
+    if key is not None:
+        _rows(key, "key", 3)
+        _same((key.shape[0], key.shape[2]), (num_tokens, head_dim), "key's first and last dimension")
+        key_pointer, key_stride, num_kv_heads = key.data_ptr(), key.stride(0), key.shape[1]
+    native.call(
+        "ps_rotary_embedding", positions.data_ptr(), query.data_ptr(), query.stride(0), num_heads, key_pointer,
+        key_stride, num_kv_heads, cos_sin.data_ptr(), max_position, num_tokens, head_dim, rotary_dim,
+    )  # fmt: skip
+
+
+def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    _rows(x, "x", 2)
+    num_rows, double = x.shape
+    if double % 2:
+        raise ValueError(f"x must be [num_tokens, 2 * dim], its shape is {tuple(x.shape)}")
+    dim = double // 2
+    if out is None:
+        out = torch.empty((num_rows, dim), dtype=torch.float32)
+    _rows(out, "out", 2)
+    _same(out.shape, (num_rows, dim), "out")
+    native.call(
+        "ps_gated_activation", _ACTIVATIONS[kind], out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
+        num_rows, dim,
+    )  # fmt: skip
+    return out
+
+
+def write_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+    slot_mapping: torch.Tensor,  # int64 [num_tokens]
+) -> None:
+    _rows(key, "key", 3)
+    _rows(value, "value", 3)
+    _ints(slot_mapping, "slot_mapping", torch.int64, 1)
+    num_tokens, _, head_dim = key.shape
+    struct = _kv_struct(kv_cache, head_dim)
+    _same(key.shape, (num_tokens, struct.num_kv_heads, head_dim), "key")
+    _same(value.shape, (num_tokens, struct.num_kv_heads, head_dim), "value")
+    _same(slot_mapping.shape, (num_tokens,), "slot_mapping")
+    native.call(
+        "ps_write_kv", struct.address, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        slot_mapping.data_ptr(), num_tokens,
+    )  # fmt: skip
+
+
+class AttentionRows:
+    """The rows of one step, checked and described to C once for all layers."""
+
+    __slots__ = ("_tensors", "num_tokens", "struct")
+
+    def __init__(
+        self,
+        query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
+        seq_lens: torch.Tensor,  # int32 [num_seqs]
+        block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
+        num_tokens: int,
+    ) -> None:
+        _ints(query_start_loc, "query_start_loc", torch.int32, 1)
+        _ints(seq_lens, "seq_lens", torch.int32, 1)
+        _ints(block_tables, "block_tables", torch.int32, 2)
+        num_seqs = seq_lens.shape[0]
+        _same(query_start_loc.shape, (num_seqs + 1,), "query_start_loc")
+        _same(block_tables.shape[:1], (num_seqs,), "block_tables' first dimension")
+        self.num_tokens = num_tokens
+        self._tensors = (query_start_loc, seq_lens, block_tables)  # kept alive: the struct points into them
+        self.struct = native.AttentionRowsStruct(
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            block_tables.data_ptr(),
+            block_tables.stride(0),
+            num_seqs,
+            num_tokens,
+        )
+
+
+def attend(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+    rows: AttentionRows,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """`paged_attention` over rows that are checked already."""
+    _rows(query, "query", 3)
+    num_tokens, num_heads, head_dim = query.shape
+    if num_tokens != rows.num_tokens:
+        raise ValueError(f"query has {num_tokens} tokens, the rows have {rows.num_tokens}")
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
+    else:
+        _rows(out, "out", 3)
+        _same(out.shape, (num_tokens, num_heads, head_dim), "out")
+    struct = _kv_struct(kv_cache, head_dim)
+    native.call(
+        "ps_paged_attention", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads,
+        struct.address, rows.struct.address, scale, sliding_window or 0, soft_cap or 0.0,
+    )  # fmt: skip
+    return out
+
+
+def rotate_and_attend(
+    qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    head_dim: int,
+    positions: torch.Tensor,  # int64 [num_tokens]
+    cos_sin: torch.Tensor,  # [max_position, rotary_dim]
+    slot_mapping: torch.Tensor,  # int64 [num_tokens]
+    kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+    rows: AttentionRows,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """rotary_embedding (query and key inside qkv, in place), write_kv and attend in one call."""
+    _rows(qkv, "qkv", 2)
+    _ints(positions, "positions", torch.int64, 1)
+    _ints(slot_mapping, "slot_mapping", torch.int64, 1)
+    struct = _kv_struct(kv_cache, head_dim)
+    num_tokens, width = qkv.shape
+    num_heads, rest = divmod(width - 2 * struct.num_kv_heads * head_dim, head_dim)
+    if rest or num_heads <= 0:
+        raise ValueError(f"qkv of {width} numbers a token does not fit {struct.num_kv_heads} KV heads of {head_dim}")
+    if not num_tokens == rows.num_tokens == positions.shape[0] == slot_mapping.shape[0]:
+        raise ValueError(
+            f"qkv has {num_tokens} tokens, the rows {rows.num_tokens}, positions {positions.shape[0]}, "
+            f"slot_mapping {slot_mapping.shape[0]}"
+        )
+    max_position, rotary_dim = _cos_sin(cos_sin)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
+    native.call(
+        "ps_rotary_attention", out.data_ptr(), num_heads * head_dim, qkv.data_ptr(), qkv.stride(0), num_heads,
+        positions.data_ptr(), cos_sin.data_ptr(), max_position, rotary_dim, slot_mapping.data_ptr(), struct.address,
+        rows.struct.address, scale, sliding_window or 0, soft_cap or 0.0,
+    )  # fmt: skip
+    return out
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+    query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
+    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    rows = AttentionRows(query_start_loc, seq_lens, block_tables, query.shape[0])
+    return attend(query, kv_cache, rows, scale, sliding_window, soft_cap, out)
+
+
+def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    _ints(pairs, "pairs", torch.int64, 2)
+    _same(pairs.shape[1:], (2,), "pairs' last dimension")
+    if src_pool.dtype is not dst_pool.dtype or src_pool.shape[1:] != dst_pool.shape[1:]:
+        raise ValueError("the two pools must hold blocks of one dtype and shape")
+    for pool in (src_pool, dst_pool):
+        if not pool.is_cpu or not pool.is_contiguous():
+            raise ValueError("a pool must be contiguous and on the CPU")
+    if pairs.numel() == 0:
+        return
+    block_bytes = src_pool.stride(0) * src_pool.element_size()
+    native.call(
+        "ps_copy_blocks", dst_pool.data_ptr(), dst_pool.shape[0], src_pool.data_ptr(), src_pool.shape[0],
+        block_bytes, pairs.contiguous().data_ptr(), pairs.shape[0],
+    )  # fmt: skip
+
+
+def linear(
+    x: torch.Tensor,  # [num_tokens, in_features]
+    weight: native.PackedMatrix,
+    bias: torch.Tensor | None,  # [out_features]
+    residual: torch.Tensor | None,  # [num_tokens, out_features]
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    _rows(x, "x", 2)
+    num_tokens = x.shape[0]
+    _same(x.shape[1:], (weight.in_features,), "x's last dimension")
+    shape = (num_tokens, weight.out_features)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    _rows(out, "out", 2)
+    _same(out.shape, shape, "out")
+    if bias is not None:
+        _rows(bias, "bias", 1)
+        _same(bias.shape, shape[1:], "bias")
+    if residual is not None:
+        _rows(residual, "residual", 2)
+        _same(residual.shape, shape, "residual")
+    native.call(
+        "ps_linear", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), num_tokens, weight.address,
+        None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+    )  # fmt: skip
+    return out
+
+
+def linear_rows(weight: native.PackedMatrix, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    _ints(row_ids, "row_ids", torch.int64, 1)
+    shape = (row_ids.shape[0], weight.in_features)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    _rows(out, "out", 2)
+    _same(out.shape, shape, "out")
+    native.call("ps_linear_rows", out.data_ptr(), out.stride(0), weight.address, row_ids.data_ptr(), row_ids.shape[0])
+    return out
