@@ -22,7 +22,7 @@ def storage(dtype: torch.dtype = torch.float32, num_device_blocks: int = 8, num_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_swap_out_then_swap_in_then_copy(dtype: torch.dtype) -> None:
-    """Only comes out right in this order: block 1 leaves and returns as 2, which is copied to 6; 1 is overwritten by a copy."""
+    """Only right in this order: block 1 leaves and returns as 2, which is copied to 6; a copy overwrites 1."""
     made = storage(dtype)
     before = made.device_pool.clone()
     seconds = made.execute(BlockOps(swap_out=[(1, 3), (5, 0)], swap_in=[(3, 2), (0, 7)], copy=[(0, 1), (2, 6)]))
