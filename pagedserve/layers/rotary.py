@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from pagedserve.errors import ModelLoadError
-from pagedserve.kernels import ops
 
 # Scaling rules whose files state `max_position_embeddings` before stretching, unless they state the original too.
 _STRETCHES_LENGTH = frozenset({"linear", "dynamic"})
@@ -84,28 +83,12 @@ class RopeConfig:
         return _number(self.settings, name, default)
 
     def cos_sin(self, num_positions: int) -> torch.Tensor:
-        """fp32 [num_positions, rotary_dim]: per position rotary_dim / 2 cosines, then as many sines."""
+        """The table that `ops.rotary_embedding` reads: fp32 [num_positions, rotary_dim], per position rotary_dim / 2
+        cosines, then as many sines. One serves all layers."""
         positions = torch.arange(num_positions, dtype=torch.float32)
         inv_freq, magnitude = INV_FREQ_RULES[self.kind](self, num_positions)
         angles = positions[:, None] * inv_freq
         return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=1)
-
-
-class RotaryEmbedding:
-    """The table of one RopeConfig, shared by all layers of a model."""
-
-    __slots__ = ("cos_sin",)
-
-    def __init__(self, config: RopeConfig, *, num_positions: int, device: torch.device):
-        self.cos_sin = config.cos_sin(num_positions).to(device)
-
-    def __call__(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
-        """Rotates query and key in place. positions: int64 [num_tokens]; others [num_tokens, heads, head_dim]."""
-        ops.rotary_embedding(positions, query, key, self.cos_sin)
-
-    @property
-    def nbytes(self) -> int:
-        return self.cos_sin.nbytes
 
 
 # ---- the rules: config, number of positions -> inverse frequencies ([dim / 2], or one row a position), magnitude ----

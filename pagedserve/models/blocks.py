@@ -7,10 +7,8 @@ from collections.abc import Callable
 import torch
 
 from pagedserve.attention import AttentionBackend, AttentionMetadata
-from pagedserve.layers.attention import PagedAttention
 from pagedserve.layers.linear import Linear
 from pagedserve.layers.norm import RMSNorm
-from pagedserve.layers.rotary import RotaryEmbedding
 from pagedserve.models.weights import Weights
 
 
@@ -28,15 +26,16 @@ class SelfAttention:
         head_dim: int,
         bias: bool,
         output_bias: bool,
-        rotary: RotaryEmbedding,
+        cos_sin: torch.Tensor,  # [max_position, rotary_dim], shared by all layers
         backend: AttentionBackend,
     ):
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         projections = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv_proj = weights.linear(projections, (q_size, kv_size, kv_size), hidden_size, bias=bias)
         self.o_proj = weights.linear(f"{name}.o_proj", hidden_size, q_size, bias=output_bias)
-        self.attention = PagedAttention(backend, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self.rotary = rotary
+        self.backend = backend
+        self.cos_sin = cos_sin
+        self.q_size = q_size
 
     def __call__(
         self,
@@ -45,9 +44,8 @@ class SelfAttention:
         layer_cache: torch.Tensor,  # [num_blocks, *layer_block_shape]
         metadata: AttentionMetadata,
     ) -> torch.Tensor:  # [num_tokens, hidden]
-        query, key, value = self.attention.split(self.qkv_proj(x))
-        self.rotary(positions, query, key)
-        return self.o_proj(self.attention(query, key, value, layer_cache, metadata))
+        attended = self.backend.forward_qkv(self.qkv_proj(x), positions, self.cos_sin, layer_cache, metadata)
+        return self.o_proj(attended.view(-1, self.q_size))
 
 
 class GatedMLP:

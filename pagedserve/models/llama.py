@@ -12,7 +12,7 @@ from pagedserve.attention import AttentionBackend, AttentionSpec
 from pagedserve.errors import ModelLoadError
 from pagedserve.layers.activation import gated_activation
 from pagedserve.layers.attention import ForwardContext
-from pagedserve.layers.rotary import RopeConfig, RotaryEmbedding
+from pagedserve.layers.rotary import RopeConfig
 from pagedserve.models.blocks import GatedMLP, PreNormLayer, SelfAttention
 from pagedserve.models.hf_config import Fields
 from pagedserve.models.weights import Weights
@@ -134,12 +134,12 @@ class LlamaForCausalLM:
             hidden_size=config.hidden_size,
             tied=config.tie_word_embeddings,
         )
-        rotary = RotaryEmbedding(config.rope, num_positions=max_model_len, device=device)
+        cos_sin = config.rope.cos_sin(max_model_len).to(device)
         self.layers = [
-            _layer(config, weights, f"model.layers.{index}", rotary, attention) for index in range(config.num_layers)
+            _layer(config, weights, f"model.layers.{index}", cos_sin, attention) for index in range(config.num_layers)
         ]
         self.norm = weights.rms_norm("model.norm", config.hidden_size, config.rms_norm_eps)
-        self.weights_bytes = weights.nbytes + rotary.nbytes
+        self.weights_bytes = weights.nbytes + cos_sin.nbytes
 
     @property
     def num_layers(self) -> int:
@@ -178,7 +178,7 @@ class LlamaForCausalLM:
 
 
 def _layer(
-    config: LlamaConfig, weights: Weights, name: str, rotary: RotaryEmbedding, backend: AttentionBackend
+    config: LlamaConfig, weights: Weights, name: str, cos_sin: torch.Tensor, backend: AttentionBackend
 ) -> PreNormLayer:
     hidden_size, eps = config.hidden_size, config.rms_norm_eps
     return PreNormLayer(
@@ -192,7 +192,7 @@ def _layer(
             head_dim=config.head_dim,
             bias=config.attention_bias,
             output_bias=config.attention_bias,
-            rotary=rotary,
+            cos_sin=cos_sin,
             backend=backend,
         ),
         post_attention_norm=weights.rms_norm(f"{name}.post_attention_layernorm", hidden_size, eps),
