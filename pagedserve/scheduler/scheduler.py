@@ -77,10 +77,11 @@ class Scheduler:
         self._preempted = GroupQueue()
         # By key: the last one gives way first.
         self._running: list[Group] = []
-        # Running groups with parked sequences; with children still to fork; with a prompt still to be computed.
+        # Running groups with parked sequences, and with children still to fork.
         self._parking: list[Group] = []
         self._unforked: list[Group] = []
-        self._filling: list[Group] = []
+        # Sequences that came in with more than one token to compute, by id, until somebody asks and they are through.
+        self._filling: dict[int, Sequence] = {}
         self._deadlines: list[tuple[float, int, Group]] = []
         self._arrivals = count()
         self._seq_ids = count()
@@ -286,12 +287,12 @@ class Scheduler:
         )
 
     def _num_promised_blocks(self) -> int:
-        """Blocks that prompts under way will still take."""
-        self._filling = [
-            g for g in self._filling if g.status is SequenceStatus.RUNNING and g.live and _is_filling(g.live[0])
+        """Blocks that prompts (and recomputed outputs) under way will still take."""
+        filling = [
+            s for s in self._filling.values() if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1
         ]
-        leaders = [g.live[0] for g in self._filling]
-        return self._cache.num_missing_blocks(leaders, [s.num_tokens for s in leaders])
+        self._filling = {s.seq_id: s for s in filling}
+        return self._cache.num_missing_blocks(filling, [s.num_tokens for s in filling])
 
     def _enter(self, group: Group) -> None:
         """From a queue to the running groups."""
@@ -312,12 +313,15 @@ class Scheduler:
         self._num_seats += group.num_seats
         self._num_live += len(group.live)
         for sequence in group.live:
-            self._rows.add(sequence, group.request, self._cache.row_block_ids(sequence))
-        self._filling.append(group)
+            self._begin_row(group, sequence)
         if group.parked:
             self._parking.append(group)
         if group.branching.num_children:
             self._unforked.append(group)
+
+    def _begin_row(self, group: Group, sequence: Sequence) -> None:
+        self._rows.add(sequence, group.request, self._cache.row_block_ids(sequence))
+        self._filling[sequence.seq_id] = sequence
 
     def _take_prefix(self, sequence: Sequence, group: Group) -> int:
         return self._cache.take_prefix(sequence) if group.request.read_prefix_cache else 0
@@ -389,6 +393,7 @@ class Scheduler:
         self._waste(group, num_tokens - self._cache.num_held_tokens(group.live))
         self._rows.release(sequence)
         self._cache.release(sequence)
+        self._filling.pop(sequence.seq_id, None)
         group.parked.insert(0, sequence)
         if group not in self._parking:
             self._parking.append(group)
@@ -405,16 +410,16 @@ class Scheduler:
         """Parked sequences go on where there is room, from the blocks of the sibling that is nearest to them."""
         for group in self._parking.copy():
             for sequence in group.parked.copy():
-                self._attach(group, sequence)
-        self._parking = [group for group in self._parking if group.parked and group in self._running]
+                # As for a return: what runs keeps a block for each sequence, if anything runs.
+                room = self._cache.num_free_blocks - self._num_promised_blocks() - self._num_live
+                if room > 0:
+                    self._attach(group, sequence, room)
+        self._parking = [group for group in self._parking if group.parked and group.status is SequenceStatus.RUNNING]
 
-    def _attach(self, group: Group, sequence: Sequence) -> None:
+    def _attach(self, group: Group, sequence: Sequence, room: int) -> None:
+        """Bring one parked sequence back where `room` blocks are enough for it."""
         num_blocks = self._cache.num_blocks_of(len(sequence.token_ids))
-        # As for a return: what runs keeps a block for each sequence, if anything runs.
-        room = self._cache.num_free_blocks - self._num_live
         if group.live:
-            if room <= 0:
-                return
             source, num_shared = nearest_sibling(sequence, group.live)
             is_computed = source.num_computed_tokens >= num_shared
             if not is_computed or num_blocks - num_shared // self._cache.block_size > room:
@@ -431,7 +436,7 @@ class Scheduler:
         group.parked.remove(sequence)
         group.live.append(sequence)
         self._num_live += 1
-        self._rows.add(sequence, group.request, self._cache.row_block_ids(sequence))
+        self._begin_row(group, sequence)
 
     def _waste(self, group: Group, num_tokens: int) -> None:
         if num_tokens > 0:
@@ -755,10 +760,6 @@ def _ends(group: Group, left: int, owed: int) -> list[int]:
         left -= num_tokens
         ends.append(sequence.num_computed_tokens + num_tokens)
     return ends
-
-
-def _is_filling(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed_tokens > 1
 
 
 def _last_row(sequence: Sequence, reason: FinishReason) -> Row:

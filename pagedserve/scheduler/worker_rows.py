@@ -53,9 +53,14 @@ class WorkerRows:
 
     def release(self, sequence: Sequence) -> None:
         """The sequence ended, or lost its blocks; nothing happens where it has no row."""
-        if sequence.seq_id in self._seq_ids:
-            self._seq_ids.remove(sequence.seq_id)
-            self._released.append(sequence.seq_id)
+        seq_id = sequence.seq_id
+        if seq_id not in self._seq_ids:
+            return
+        self._seq_ids.remove(seq_id)
+        if self._new and self.is_new(sequence):
+            self._new = [new for new in self._new if new.seq_id != seq_id]
+        else:
+            self._released.append(seq_id)
 
     def record(self, output: SchedulerOutput) -> None:
         """Write the differences down in the step's order: forks, released, appended, new."""
