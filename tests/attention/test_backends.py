@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from pagedserve.attention import BACKENDS, AttentionBackend, AttentionSpec
+from pagedserve.kernels import reference
 
 NUM_BLOCKS, NUM_LAYERS = 40, 3
 # Each step: how many tokens of each of three rows; prefill, chunks, decode and rows that pause, mixed.
@@ -127,3 +128,50 @@ def test_a_block_takes_the_bytes_of_its_tokens() -> None:
         for size in backend.layer_block_shape:
             elements *= size
         assert elements == 2 * 2 * 8 * 16  # K and V, 2 KV heads, 8 tokens, head_dim 16
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("rotary_dim", [16, 6])
+def test_forward_qkv_is_rotation_then_forward(name: str, rotary_dim: int) -> None:
+    backend = make_backend(name, kv_cache_dtype=torch.bfloat16, sliding_window=11)
+    num_tokens, num_heads, num_kv_heads, head_dim = 20, 6, 2, 16
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    positions = torch.arange(3, 3 + num_tokens)
+    cos_sin = torch.randn(40, rotary_dim)
+    metadata = backend.build_metadata(
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+        block_tables=torch.tensor([[4, 1, 2]], dtype=torch.int32),
+        slot_mapping=torch.tensor([[4], [1], [2]]).mul(8).add(torch.arange(8)).flatten()[:num_tokens],
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    pools = [torch.zeros(5, 1, *backend.layer_block_shape, dtype=torch.bfloat16) for _ in range(2)]
+    rotated = qkv.clone()
+    query, key, value = rotated.view(num_tokens, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    reference.rotary_embedding(positions, query, key, cos_sin)
+    wanted = backend.forward(query, key, value, pools[0][:, 0], metadata, sliding_window=5)
+    out = backend.forward_qkv(qkv, positions, cos_sin, pools[1][:, 0], metadata, sliding_window=5)
+    assert torch.equal(qkv, rotated)
+    assert torch.equal(pools[1], pools[0]) and pools[0].count_nonzero() > 0
+    assert torch.equal(out, wanted)
+    assert not torch.equal(backend.forward_qkv(rotated, positions, cos_sin, pools[1][:, 0], metadata), wanted)
+
+
+def test_cpu_refuses_a_projection_that_does_not_fit() -> None:
+    backend = make_backend("cpu")
+    metadata = backend.build_metadata(
+        query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([2], dtype=torch.int32),
+        block_tables=torch.tensor([[0]], dtype=torch.int32),
+        slot_mapping=torch.tensor([0, 1]),
+        max_query_len=2,
+        max_seq_len=2,
+    )
+    pool, cos_sin, positions = torch.zeros(1, *backend.layer_block_shape), torch.zeros(4, 16), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="qkv of 161 numbers a token does not fit 2 KV heads of 16"):
+        backend.forward_qkv(torch.zeros(2, 161), positions, cos_sin, pool, metadata)
+    with pytest.raises(ValueError, match="qkv has 3 tokens, the rows 2"):
+        backend.forward_qkv(torch.zeros(3, 160), torch.tensor([0, 1, 2]), cos_sin, pool, metadata)
+    with pytest.raises(ValueError, match="query has 3 tokens, the rows have 2"):
+        backend.forward(torch.zeros(3, 6, 16), *torch.zeros(2, 2, 2, 16), pool, metadata)
