@@ -15,8 +15,7 @@ from pagedserve.config import ServerConfig
 from pagedserve.metrics import EngineMetrics
 from tests.api.fake_engine import FakeEngine
 from tests.api.scripts import SCRIPT
-from tests.helpers.byte_tokenizer import VOCAB_SIZE
-from tests.helpers.checkpoints import bigram_llama, scripted_llama, tiny_llama
+from tests.helpers.checkpoints import scripted_llama, tiny_llama
 from tests.helpers.server import ServerProcess, app_server, server_process
 
 
@@ -94,14 +93,4 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
     folder = scripted_llama(tmp_path_factory.mktemp("scripted"), SCRIPT)
     flags = ("--num-device-blocks", "800", "--num-threads", "1", "--served-model-name", "scripted")
     with server_process(folder, *flags, log=tmp_path_factory.mktemp("log") / "scripted.log") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A real server of a model that answers a byte token with the next byte, whatever stands before it."""
-    successors = [(token + 1) % VOCAB_SIZE for token in range(VOCAB_SIZE)]
-    folder = bigram_llama(tmp_path_factory.mktemp("bigram"), successors)
-    flags = ("--max-num-seqs", "32", "--num-device-blocks", "400", "--num-threads", "1", "--max-queue-len", "0")
-    with server_process(folder, *flags, log=tmp_path_factory.mktemp("log") / "chains.log") as server:
         yield server
