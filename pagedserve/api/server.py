@@ -19,6 +19,7 @@ from pagedserve.api.http_protocol import NoUpgradeProtocol
 from pagedserve.api.state import ApiState
 from pagedserve.config import EngineConfig, ServerConfig
 from pagedserve.engine.async_llm_engine import AsyncLLMEngine
+from pagedserve.engine.core_spawn import SpawnedCore
 from pagedserve.errors import ConfigError, PagedServeError, RequestAbortedError
 from pagedserve.log import get_logger
 from pagedserve.metrics import EngineMetrics
@@ -35,15 +36,15 @@ KEEP_ALIVE_SECONDS = 75
 LAST_SECONDS = 5
 
 
-def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code.
+def run(engine_config: EngineConfig, server_config: ServerConfig, core: SpawnedCore | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. `core` may have been started already.
 
     The port is bound before the model loads, so /health can say 503 meanwhile and a taken port fails at once.
     """
     try:
         listener = _bind(server_config)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Service(engine_config, server_config, listener).run())
+            return runner.run(_Service(engine_config, server_config, listener, core).run())
     except ConfigError:
         raise
     except PagedServeError as error:
@@ -79,8 +80,15 @@ class _HttpServer(uvicorn.Server):
 class _Service:
     """One life of the server."""
 
-    def __init__(self, engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket):
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        server_config: ServerConfig,
+        listener: socket.socket,
+        core: SpawnedCore | None,
+    ):
         self._engine_config = engine_config
+        self._core = core
         self._config = server_config
         self._listener = listener
         self._started = time.monotonic()
@@ -148,6 +156,7 @@ class _Service:
             log_level=self._config.log_level,
             log_format=self._config.log_format,
             on_progress=self._on_progress,
+            core=self._core,
         )
 
     def _on_progress(self, phase: str) -> None:

@@ -21,6 +21,10 @@ def run(args: argparse.Namespace) -> int:
     server_config = config_from_args(ServerConfig, args)
     engine_config = engine_config_from_args(args)
     log.configure(process="api", level=server_config.log_level, fmt=server_config.log_format)
-    from pagedserve.api import server
+    from pagedserve.engine.core_spawn import spawn_core
 
-    return server.run(engine_config, server_config)
+    # Its import of torch is the longest part of the start, so it begins before anything else is imported here.
+    with spawn_core(log_level=server_config.log_level, log_format=server_config.log_format) as core:
+        from pagedserve.api import server
+
+        return server.run(engine_config, server_config, core)

@@ -14,6 +14,7 @@ from pagedserve import model_files
 from pagedserve.config import EngineConfig
 from pagedserve.engine.chat_template import ChatTemplate
 from pagedserve.engine.core_client import OnProgress, ProcessCoreClient
+from pagedserve.engine.core_spawn import SpawnedCore, spawn_core
 from pagedserve.engine.input_processor import InputProcessor, default_sampling_params
 from pagedserve.engine.output_processor import OutputProcessor, RequestState
 from pagedserve.engine.tokenizer import Tokenizer
@@ -61,23 +62,25 @@ class AsyncLLMEngine:
         log_level: str = "info",
         log_format: str = "text",
         on_progress: OnProgress | None = None,
+        core: SpawnedCore | None = None,
     ) -> Self:
-        """Start the core process and load the model; the tokenizer is loaded here meanwhile.
+        """Start the core process (or take over `core`) and load the model; the tokenizer is loaded here meanwhile.
 
         Raises ConfigError, ModelNotFoundError, ModelLoadError or EngineDeadError; nothing is left running then.
         """
         engine = cls(config, metrics)
         try:
-            await engine._start(log_level, log_format, on_progress)
+            core = core or spawn_core(log_level=log_level, log_format=log_format)
+            await engine._start(core, on_progress)
         except BaseException:
             await engine._client.shutdown(timeout=0.0)
             raise
         return engine
 
-    async def _start(self, log_level: str, log_format: str, on_progress: OnProgress | None) -> None:
+    async def _start(self, core: SpawnedCore, on_progress: OnProgress | None) -> None:
         config = self._config
         # The core imports torch while the files are looked for (and perhaps fetched) and the tokenizer is read.
-        await self._client.spawn(log_level=log_level, log_format=log_format, on_progress=on_progress)
+        await self._client.connect(core, on_progress=on_progress)
         self.model_files = await asyncio.to_thread(
             model_files.resolve, config.model.model, revision=config.model.revision, log=on_progress or log.info
         )

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from pagedserve import errors
 from pagedserve.config import EngineConfig
-from pagedserve.engine.channel import AsyncChannel, ChannelClosedError, Codec, socket_pair
+from pagedserve.engine.channel import AsyncChannel, ChannelClosedError, Codec
 from pagedserve.engine.core import EngineCore, build_core
-from pagedserve.engine.core_process import FROM_CORE, TO_CORE, spawn
+from pagedserve.engine.core_process import FROM_CORE, TO_CORE
+from pagedserve.engine.core_spawn import SpawnedCore
 from pagedserve.errors import EngineDeadError, PagedServeError
 from pagedserve.log import get_logger
 from pagedserve.messages import (
@@ -156,18 +157,14 @@ class ProcessCoreClient:
         """How long the core has left a ping unanswered: it answers between any two steps, and at once when idle."""
         return 0.0 if self._ping_sent is None else time.monotonic() - self._ping_sent
 
-    async def spawn(
-        self, *, log_level: str = "info", log_format: str = "text", on_progress: OnProgress | None = None
-    ) -> None:
-        """Start the process. It imports torch at once; `start` tells it what to load."""
+    async def connect(self, core: SpawnedCore, *, on_progress: OnProgress | None = None) -> None:
+        """Take over a process that was spawned; `start` tells it what to load."""
         self._on_progress = on_progress
         loop = asyncio.get_running_loop()
         self._started, self._closed = loop.create_future(), loop.create_future()
-        ours, theirs = socket_pair()
-        with theirs:
-            self._process = spawn(theirs, log_level=log_level, log_format=log_format)
+        self._process = core.process
         codec = Codec(sends=TO_CORE, receives=FROM_CORE)
-        self._channel = await AsyncChannel.open(ours, codec, self._take, self._lost)
+        self._channel = await AsyncChannel.open(core.socket, codec, self._take, self._lost)
 
     async def start(self, config: EngineConfig, *, vocab_limit: int | None = None) -> Ready:
         """Load the model. Raises the core's ConfigError, ModelNotFoundError, ModelLoadError or EngineDeadError."""

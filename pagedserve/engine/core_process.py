@@ -13,7 +13,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import typing
@@ -39,15 +38,6 @@ GRACE_SECONDS = 2.0
 IDLE_CHECK_SECONDS = 1.0
 # A step that had nothing to run although requests wait: give messages this long before trying again.
 STALLED_WAIT_SECONDS = 0.005
-
-
-def spawn(sock: socket.socket, *, log_level: str, log_format: str) -> subprocess.Popen[bytes]:
-    """Start the core with its end of the channel; the caller then sends a StartCore over the other end."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pagedserve.engine.core_process", str(sock.fileno()), log_level, log_format],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[sock.fileno()],
-    )
 
 
 def serve(channel: BlockingChannel) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +22,8 @@ class InlineExecutor(Executor):
         self._worker: Any = None
 
     def load(self, progress: Progress) -> None:
-        progress("importing torch")
+        if WORKER.partition(":")[0] not in sys.modules:
+            progress("importing torch")
         worker_class = load(WORKER)
         progress("loading weights")
         self._worker = worker_class(

@@ -70,7 +70,7 @@ def test_every_name_of_the_registry_is_an_executor() -> None:
 def test_start_tells_its_phases_and_finds_what_fits(folder: Path) -> None:
     executor, phases = make(folder), []
     executor.load(phases.append)
-    assert phases[:2] == ["importing torch", "loading weights"]
+    assert "loading weights" in phases
     assert executor.max_model_len == 512
     plan = executor.plan_memory()
     assert plan.num_device_blocks == 10
