@@ -164,6 +164,8 @@ class UsageCounter:
     def take(self, prompt_index: int, output: RequestOutput) -> None:
         """Count what is new in `output`."""
         self._prompts[prompt_index] = output
+        # What best_of computes and does not return is paid for all the same, as OpenAI counts it.
+        self._num_completion_tokens += output.num_discarded_tokens
         for choice in output.outputs:
             self._num_completion_tokens += len(choice.delta_token_ids)
 

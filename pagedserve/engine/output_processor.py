@@ -7,18 +7,21 @@ slow one gets larger pieces rather than a longer queue.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagedserve.engine.core import error_of
 from pagedserve.engine.detokenizer import TextStream
 from pagedserve.engine.tokenizer import Tokenizer
-from pagedserve.errors import EngineDeadError, PagedServeError
-from pagedserve.messages import EngineCoreOutputs, FinishedRequest, StopSequences
+from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError
+from pagedserve.log import get_logger
+from pagedserve.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, StopSequences
 from pagedserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.sequence import FinishReason, Request
 from pagedserve.step import TokenLogprobs
+
+log = get_logger(__name__)
 
 
 class Choice:
@@ -198,14 +201,19 @@ class RequestState:
 
     def take(self) -> RequestOutput:
         """Everything so far, with deltas since the last call."""
+        shown = self._shown()
+        num_discarded_tokens = 0
+        if self.is_finished and len(shown) < len(self.choices):
+            num_discarded_tokens = self.num_output_tokens - sum(len(choice.token_ids) for choice in shown)
         return RequestOutput(
             request_id=self.public_id,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[choice.take(index) for index, choice in enumerate(self._shown())],
+            outputs=[choice.take(index) for index, choice in enumerate(shown)],
             finished=self.is_finished,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
+            num_discarded_tokens=num_discarded_tokens,
             metrics=self.metrics,
             error=None if self.error is None else str(self.error),
         )
@@ -221,10 +229,10 @@ class RequestState:
 
 @dataclass(slots=True)
 class Processed:
-    """What a step's outputs meant: requests with news, and stop strings that the core must hear of."""
+    """What a step's outputs meant: requests with news, and what the core must hear of them."""
 
     changed: list[RequestState]
-    stops: StopSequences | None
+    messages: list[StopSequences | AbortRequests]
 
 
 class OutputProcessor:
@@ -254,6 +262,7 @@ class OutputProcessor:
         now = time.monotonic()
         changed: dict[str, RequestState] = {}
         stopped: list[tuple[str, int]] = []
+        broken: list[str] = []
         for request_id, entries in outputs.prompt_logprobs.items():
             if (state := self._states.get(request_id)) is not None:
                 state.add_prompt_logprobs(entries)
@@ -270,7 +279,15 @@ class OutputProcessor:
             state = self._states.get(request_id)
             if state is None:
                 continue
-            if state.add_row(choice_index, *values, outputs.logprobs.get(row), now):
+            try:
+                is_stopped = state.add_row(choice_index, *values, outputs.logprobs.get(row), now)
+            except Exception:
+                log.exception("the output of %s could not be processed; it ends", request_id)
+                state.fail(EngineStepError("the output could not be turned into text"), now)
+                changed[request_id] = self._states.pop(request_id)
+                broken.append(request_id)
+                continue
+            if is_stopped:
                 stopped.append((request_id, choice_index))
             if state.shows_progress:
                 changed[request_id] = state
@@ -279,7 +296,13 @@ class OutputProcessor:
             if state is not None:
                 state.finish(finished, now)
                 changed[finished.request_id] = state
-        return Processed(list(changed.values()), _stop_message(stopped))
+        messages: list[StopSequences | AbortRequests] = []
+        if stopped:
+            message = StopSequences(request_ids=[s[0] for s in stopped], choice_indices=[s[1] for s in stopped])
+            messages.append(message)
+        if broken:
+            messages.append(AbortRequests(request_ids=broken))
+        return Processed(list(changed.values()), messages)
 
     def fail_all(self, reason: str) -> list[RequestState]:
         """The core is gone: every request ends with an EngineDeadError of its own."""
@@ -288,10 +311,3 @@ class OutputProcessor:
         for state in states:
             state.fail(EngineDeadError(reason), now)
         return states
-
-
-def _stop_message(stopped: Iterable[tuple[str, int]]) -> StopSequences | None:
-    pairs = list(stopped)
-    if not pairs:
-        return None
-    return StopSequences(request_ids=[p[0] for p in pairs], choice_indices=[p[1] for p in pairs])

@@ -199,7 +199,9 @@ def test_best_of_returns_the_most_likely(ask: Asker) -> None:
     fixed = {"seed": 3, "temperature": 1.5, "logprobs": 0, "ignore_eos": True}
     four = ask.whole(**fixed, n=4)["choices"]
     means = {c["text"]: sum(c["logprobs"]["token_logprobs"]) / len(c["logprobs"]["tokens"]) for c in four}
-    best = ask.whole(**fixed, n=2, best_of=4)["choices"]
+    answer = ask.whole(**fixed, n=2, best_of=4)
+    assert answer["usage"]["completion_tokens"] == 4 * 12
+    best = answer["choices"]
     assert [choice["index"] for choice in best] == [0, 1]
     assert [choice["text"] for choice in best] == sorted(means, key=lambda text: -means[text])[:2]
     check_error(ask.post(prompt="a", best_of=1, n=2), 400, param="best_of")
@@ -389,6 +391,7 @@ def test_totals_agree_with_usage(ask: Asker) -> None:
     wait_idle(ask)
     before = metrics(ask)
     usages = [ask.whole(n=3, seed=1)["usage"], ask.whole(prompt=["a", "b"])["usage"]]
+    usages.append(ask.whole(n=1, best_of=2)["usage"])
     options = {"stream": True, "stream_options": {"include_usage": True}}
     usages.append(check_stream(ask.post(prompt=PROMPT, **options).content, chat=False).usage)
     check_error(ask.post(prompt="a", n=0), 400)
@@ -400,9 +403,9 @@ def test_totals_agree_with_usage(ask: Asker) -> None:
 
     assert grown("vllm:prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
     assert grown("vllm:generation_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
-    assert grown("vllm:e2e_request_latency_seconds_count") == 4
+    assert grown("vllm:e2e_request_latency_seconds_count") == 5
     success = [name for name in after if name.startswith("vllm:request_success_total")]
-    assert sum(map(grown, success)) == 6
+    assert sum(map(grown, success)) == 8
     assert all(grown(name) >= 0 for name in before if "_total" in name)
 
 

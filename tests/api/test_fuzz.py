@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from pagedserve.api.protocol.common import UNSUPPORTED_FIELDS
 from pagedserve.api.protocol.completions import CompletionRequest
 from pagedserve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.api.conftest import Front
+from tests.helpers.server import ServerProcess
 from tests.helpers.streams import check_error_body, check_stream, strict_json
 
 MODELS = {
@@ -65,7 +67,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return path, body
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests())
 def test_no_body_is_answered_with_a_5xx(front: Front, request_: tuple[str, dict[str, Any]]) -> None:
     path, body = request_
@@ -78,6 +80,53 @@ def test_no_body_is_answered_with_a_5xx(front: Front, request_: tuple[str, dict[
         check_stream(response.content, chat="chat" in path)
     else:
         assert isinstance(strict_json(response.content), dict)
+
+
+sampling = st.fixed_dictionaries(
+    {"seed": st.integers(0, 50), "max_tokens": st.integers(1, 24)},
+    optional={
+        "temperature": st.sampled_from([0, 0.5, 1.5]),
+        "top_k": st.sampled_from([-1, 1, 5]),
+        "top_p": st.sampled_from([0.3, 1]),
+        "n": st.integers(1, 4),
+        "stop": st.lists(st.sampled_from(["e", "th", "\n", "é", "in"]), max_size=2),
+        "stop_token_ids": st.lists(st.integers(0, 319), max_size=2),
+        "ignore_eos": st.booleans(),
+        "min_tokens": st.sampled_from([0, 1]),
+        "include_stop_str_in_output": st.booleans(),
+        "skip_special_tokens": st.booleans(),
+        "logprobs": st.sampled_from([0, 3]),
+        "echo": st.booleans(),
+        "repetition_penalty": st.sampled_from([0.5, 1.5]),
+        "logit_bias": st.dictionaries(st.integers(0, 319).map(str), st.sampled_from([-100, 5]), max_size=3),
+        "prompt": st.one_of(st.text(max_size=20), st.lists(st.text(max_size=9), min_size=1, max_size=3)),
+    },
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sampling)
+def test_a_stream_adds_up_to_the_whole_answer(tiny: ServerProcess, body: dict[str, Any]) -> None:
+    body = {"prompt": "The thing", "return_token_ids": True, **body}
+    with httpx.Client(base_url=tiny.base_url, timeout=60) as client:
+        response = client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        whole = strict_json(response.content)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = check_stream(client.post("/v1/completions", json={**body, **options}).content, chat=False)
+    assert stream.error is None
+    assert sorted(stream.choices) == [choice["index"] for choice in whole["choices"]]
+    for choice in whole["choices"]:
+        streamed = stream.choices[choice["index"]]
+        assert streamed.text == choice["text"]
+        assert streamed.token_ids == choice["token_ids"]
+        assert streamed.finish_reason == choice["finish_reason"]
+        assert streamed.stop_reason == choice.get("stop_reason")
+        if choice["logprobs"]:
+            assert [row[0] for row in streamed.logprobs] == choice["logprobs"]["tokens"]
+            assert [row[2] for row in streamed.logprobs] == choice["logprobs"]["text_offset"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert stream.usage[name] == whole["usage"][name]
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
