@@ -249,15 +249,15 @@ class AsyncLLMEngine:
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         try:
             processed = self._output.process(outputs)
-            if processed.stops is not None:
-                self._client.send(processed.stops)
+            for message in processed.messages:
+                self._client.send(message)
             for state in processed.changed:
                 state.notify()
         except EngineDeadError:
             pass  # the channel's end tells everybody
         except Exception:
-            log.exception("a step's outputs could not be processed")
-            self._on_death("the engine's outputs could not be processed")
+            log.exception("a step's outputs could not be processed; the engine ends")
+            self._client.abandon()
             return
         if outputs.stats is not None:
             self.stats = outputs.stats

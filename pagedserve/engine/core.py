@@ -37,6 +37,9 @@ log = get_logger(__name__)
 # A worker that fails this often in a row will not recover; dying lets a supervisor start afresh.
 MAX_FAILED_STEPS = 5
 
+# Requests that can never be served would wait for ever; better a restart than a server that hangs.
+MAX_STALLED_STEPS = 1000
+
 SHORTEST_PHASE_LOGGED = 0.01
 
 STEP_FAILED = "the model's step for this request failed; other requests go on and the server's log has the details"
@@ -52,6 +55,7 @@ class EngineCore:
         self._executor = executor
         self._send = send
         self._num_failed_steps = 0
+        self._num_stalled_steps = 0
         # True while the front's picture of the scheduler (gauges) is older than the truth.
         self._stats_are_stale = False
         self.is_closing = False
@@ -93,12 +97,15 @@ class EngineCore:
             log.exception("step %d failed; its requests: %s", decision.step_id, self._names(decision))
             outputs = self.scheduler.fail_step(decision, STEP_FAILED)
             self._num_failed_steps += 1
-        outputs.stats = self.scheduler.stats()
         self._stats_are_stale = False
         self._send(outputs)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed; the engine core ends")
-        return not decision.is_empty or bool(outputs.finished)
+        has_moved = not decision.is_empty or bool(outputs.finished)
+        self._num_stalled_steps = 0 if has_moved else self._num_stalled_steps + 1
+        if self._num_stalled_steps >= MAX_STALLED_STEPS:
+            raise EngineDeadError("requests wait, but no step serves any of them; the engine core ends")
+        return has_moved
 
     def check(self) -> None:
         """Prove the block accounts; called when nothing else is to do. A mistake is logged with its facts."""

@@ -216,6 +216,11 @@ class ProcessCoreClient:
             self._channel.close()
             await self._closed
 
+    def abandon(self) -> None:
+        """Let go of a core that cannot be understood: it ends, and everybody who waits for it is told."""
+        if self._channel is not None:
+            self._channel.close()
+
     async def _reap(self, process: subprocess.Popen[bytes], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while process.poll() is None and time.monotonic() < deadline:

@@ -85,8 +85,8 @@ class LLMEngine:
             processed = self._output.process(outputs)
             if outputs.stats is not None:
                 self.stats = outputs.stats
-            if processed.stops is not None:
-                self.client.send(processed.stops)
+            for message in processed.messages:
+                self.client.send(message)
             changed.update((state.public_id, state) for state in processed.changed)
         if not changed and len(self._output) and not self.client.has_work:
             raise EngineDeadError(f"the core has nothing to do, but {len(self._output)} requests wait for it")

@@ -30,6 +30,7 @@ from pagedserve.errors import (
 from pagedserve.metrics import EngineMetrics
 from pagedserve.outputs import RequestOutput
 from pagedserve.sampling_params import SamplingParams
+from tests.helpers.checkpoints import bigram_llama
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -131,6 +132,25 @@ async def test_many_at_once_all_get_their_own_answer(engine: AsyncLLMEngine) -> 
     together = dict(zip(prompts, await asyncio.gather(*(ids_of(engine, p) for p in prompts)), strict=True))
     assert {prompt: together[prompt] for prompt in alone} == alone
     await assert_idle(engine)
+
+
+async def test_a_thousand_at_once_each_get_their_own_answer(tmp_path: Path) -> None:
+    # Token i is followed by i + 1 within rings of three letters: 100 rings, each with a text of its own.
+    rings = [[first, first + 1, first + 2] for first in range(4, 304, 3)]
+    successors = list(range(320))
+    for ring in rings:
+        for place, token_id in enumerate(ring):
+            successors[token_id] = ring[(place + 1) % 3]
+    num_fds = psutil.Process().num_fds()
+    async with started(bigram_llama(tmp_path / "rings", successors), max_num_seqs=32) as engine:
+
+        async def ask(i: int) -> bool:
+            ring = rings[i % 100]
+            return await ids_of(engine, [1, 2, ring[0]], GREEDY.with_(max_tokens=5)) == [*ring[1:], *ring]
+
+        assert await asyncio.gather(*(ask(i) for i in range(1000))) == [True] * 1000
+        await assert_idle(engine)
+    assert psutil.Process().num_fds() <= num_fds
 
 
 async def test_a_bad_request_raises_before_anything_runs(engine: AsyncLLMEngine) -> None:

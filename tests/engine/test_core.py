@@ -10,7 +10,15 @@ import pytest
 
 from pagedserve import model_files
 from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
-from pagedserve.engine.core import MAX_FAILED_STEPS, EngineCore, PhaseClock, describe_plan, error_of, refusal
+from pagedserve.engine.core import (
+    MAX_FAILED_STEPS,
+    MAX_STALLED_STEPS,
+    EngineCore,
+    PhaseClock,
+    describe_plan,
+    error_of,
+    refusal,
+)
 from pagedserve.errors import (
     ContextLengthError,
     DeadlineExceededError,
@@ -172,6 +180,15 @@ def test_a_worker_that_is_broken_for_good_ends_the_core(bench: Bench) -> None:
     bench.add()
     with pytest.raises(EngineDeadError, match="in a row"):
         bench.core.step()
+
+
+def test_a_scheduler_that_serves_nobody_ends_the_core(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.add()
+    monkeypatch.setattr(bench.scheduler, "schedule", lambda: SchedulerOutput(step_id=1))
+    assert not bench.core.step()
+    with pytest.raises(EngineDeadError, match="no step serves"):
+        for _ in range(MAX_STALLED_STEPS):
+            bench.core.step()
 
 
 def test_a_full_queue_is_answered_at_once(tiny_model: Path) -> None:

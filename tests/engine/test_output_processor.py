@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagedserve.engine.output_processor import OutputProcessor, RequestState
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import EngineDeadError, EngineStepError, QueueFullError
-from pagedserve.messages import EngineCoreOutputs, FinishedRequest
+from pagedserve.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, StopSequences
 from pagedserve.model_files import TOKENIZER_FILES, ModelFiles
 from pagedserve.outputs import RequestOutput
 from pagedserve.sampling_params import SamplingParams
@@ -109,12 +109,10 @@ def test_a_stop_string_ends_the_choice_before_the_core_knows(tokenizer: Tokenize
     processor = OutputProcessor(tokenizer)
     state = begin(processor, stop="END", max_tokens=50)
     processed = processor.process(row(state, byte_ids("foo EN")))
-    assert processed.stops is None
+    assert processed.messages == []
     assert state.take().outputs[0].delta_text == "foo "
     processed = processor.process(row(state, byte_ids("D and more")))
-    assert processed.stops is not None
-    assert processed.stops.request_ids == [state.request.request_id]
-    assert processed.stops.choice_indices == [0]
+    assert processed.messages == [StopSequences(request_ids=[state.request.request_id], choice_indices=[0])]
     output = state.take()
     assert not output.finished
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "END")
@@ -133,7 +131,7 @@ def test_the_core_is_not_told_of_a_stop_that_it_ended_itself(tokenizer: Tokenize
     processor = OutputProcessor(tokenizer)
     state = begin(processor, stop="b", max_tokens=2)
     processed = processor.process(row(state, byte_ids("ab"), end="length"))
-    assert processed.stops is None
+    assert processed.messages == []
     output = state.take()
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a", "stop")
 
@@ -237,6 +235,29 @@ def test_rows_of_requests_that_are_gone_are_dropped(tokenizer: Tokenizer) -> Non
     processor.remove(state.request.request_id)
     assert processor.process(row(state, byte_ids("a"), end="stop")).changed == []
     assert state.choices[0].token_ids == []
+
+
+def test_an_output_that_breaks_costs_its_request_alone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    processor = OutputProcessor(tokenizer)
+    broken, sound = begin(processor), begin(processor)
+
+    def fails(*_: Any) -> bool:
+        raise ValueError("bad bytes")
+
+    monkeypatch.setattr(broken.choices[0], "append", fails)
+    step = row(broken, byte_ids("a"))
+    other = row(sound, byte_ids("b"))
+    for name in ("request_ids", "choice_indices", "token_ids", "finish_reasons", "stop_reasons", "cumulative_logprobs"):
+        getattr(step, name).extend(getattr(other, name))
+    with caplog.at_level("ERROR", logger="pagedserve"):
+        processed = processor.process(step)
+    assert processed.changed == [broken, sound]
+    assert processed.messages == [AbortRequests(request_ids=[broken.request.request_id])]
+    assert isinstance(broken.error, EngineStepError) and broken.is_finished
+    assert sound.take().outputs[0].text == "b" and sound.error is None
+    assert "bad bytes" in caplog.text
 
 
 def test_all_fail_when_the_core_is_gone(tokenizer: Tokenizer) -> None:
