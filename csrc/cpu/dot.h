@@ -18,6 +18,8 @@ struct IntVec {
 };
 PS_INLINE Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
+PS_INLINE void add_product(Vec* sum, Vec a, Vec b) { *sum = fma(a, b, *sum); }
+
 PS_INLINE Vec load_bf16_even(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
 }
@@ -74,12 +76,22 @@ struct IntVec {
 };
 PS_INLINE Vec to_float(IntVec a) { return {_mm256_cvtepi32_ps(a.v)}; }
 
+PS_INLINE void add_product(Vec* sum, Vec a, Vec b) {
+  // Written out so that the sum stays in its register: GCC picks forms that move it, and puts one on the stack.
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum->v) : "x"(a.v), "x"(b.v));
+}
+
 PS_INLINE Vec load_bf16_even(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16))};
 }
+alignas(32) static const uint32_t kHighHalves[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                                   0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 PS_INLINE Vec load_bf16_odd(const uint16_t* p) {
-  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask))};
+  // The mask is read from memory each time: a register for it would push a sum out of another.
+  const uint32_t* mask = kHighHalves;
+  asm("" : "+r"(mask) : "r"(p));
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                                               *reinterpret_cast<const __m256i*>(mask)))};
 }
 
 PS_INLINE __m256i broadcast4(const int8_t* p) {
@@ -146,6 +158,8 @@ PS_INLINE Vec to_float(IntVec a) {
                       static_cast<float>(a.v[3])};
   return ps::PS_ISA::load(x);
 }
+
+PS_INLINE void add_product(Vec* sum, Vec a, Vec b) { *sum = fma(a, b, *sum); }
 
 PS_INLINE Vec load_bf16_even(const uint16_t* p) {
   const float x[4] = {to_float(bf16{p[0]}), to_float(bf16{p[2]}), to_float(bf16{p[4]}), to_float(bf16{p[6]})};

@@ -125,7 +125,7 @@ struct FloatTile {
       for (int i = 0; i < MR; ++i) {
         const Vec x = set1(a[i]);
         PS_UNROLL
-        for (int v = 0; v < NV; ++v) sum[i][v] = fma(x, values[v], sum[i][v]);
+        for (int v = 0; v < NV; ++v) add_product(&sum[i][v], x, values[v]);
       }
       PS_UNROLL
       for (int v = 0; v < NV; ++v) {
@@ -137,7 +137,7 @@ struct FloatTile {
       for (int i = 0; i < MR; ++i) {
         const Vec x = set1(a[MR + i]);
         PS_UNROLL
-        for (int v = 0; v < NV; ++v) sum[i][v] = fma(x, values[v], sum[i][v]);
+        for (int v = 0; v < NV; ++v) add_product(&sum[i][v], x, values[v]);
       }
       a += 2 * MR;
     }
@@ -146,7 +146,7 @@ struct FloatTile {
       for (int v = 0; v < NV; ++v) {
         const Vec value = Values::even(w[v]);
         PS_UNROLL
-        for (int i = 0; i < MR; ++i) sum[i][v] = fma(set1(a[i]), value, sum[i][v]);
+        for (int i = 0; i < MR; ++i) add_product(&sum[i][v], set1(a[i]), value);
       }
     }
     store_tile<MR, NV>(call.args, row, column, sum);
