@@ -17,6 +17,9 @@ from pagedserve.models.blocks import GatedMLP, PreNormLayer, SelfAttention
 from pagedserve.models.hf_config import Fields
 from pagedserve.models.weights import Weights
 
+# What transformers takes for fields that a Mistral file leaves out; null says that there is none.
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
@@ -40,6 +43,11 @@ class LlamaConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Reads config.json; ModelLoadError names a field that is missing, wrong or not supported."""
+        if "MistralForCausalLM" in config.get("architectures", ()):
+            config = {**_MISTRAL_DEFAULTS, **config}
+        else:
+            # A Llama has no window, whatever its file says.
+            config = {**config, "sliding_window": None}
         fields = Fields(config)
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -55,12 +63,11 @@ class LlamaConfig:
             raise ModelLoadError(
                 f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
+        if quantization := config.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ModelLoadError(
                 f"checkpoints quantised with {method!r} are not supported; give the full-precision one"
             )
-        is_mistral = "MistralForCausalLM" in config.get("architectures", ())
         hidden_act = fields.string("hidden_act", "silu")
         gated_activation(hidden_act)
         return cls(
@@ -76,8 +83,7 @@ class LlamaConfig:
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             attention_bias=fields.boolean("attention_bias", False),
             mlp_bias=fields.boolean("mlp_bias", False),
-            # A Llama has no window, whatever its file says; Mistral's first version has.
-            sliding_window=fields.optional_integer("sliding_window") if is_mistral else None,
+            sliding_window=fields.optional_integer("sliding_window"),
             rope=RopeConfig.from_hf(
                 config,
                 head_dim=head_dim,

@@ -20,7 +20,7 @@ from pagedserve.errors import ModelLoadError
 from pagedserve.gguf_file import GGUFFile
 from pagedserve.quantization import gguf
 
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class WeightSource(ABC):
@@ -106,6 +106,8 @@ class SafetensorsSource(FileSource):
 
     def dense(self, name: str) -> torch.Tensor:
         tensor = self._handles[self._files[name]].get_tensor(name)
+        if tensor.dtype is torch.float64:
+            return tensor.float()
         if tensor.dtype not in _FLOATS:
             raise ModelLoadError(f"{self.where(name)}: tensor {name} has type {tensor.dtype}, which cannot be served")
         return tensor

@@ -32,10 +32,6 @@ class Weights:
         self._taken: set[str] = set()
         self.nbytes = 0  # of all layers made so far
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint holds the tensor."""
-        return self._source.has(name)
-
     def vector(self, name: str, size: int) -> torch.Tensor:
         """A norm's weight or a bias, [size], in the dtype of the activations."""
         self._take(name, (size,))

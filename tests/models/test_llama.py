@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig as HFLlamaConfig
+from transformers import MistralConfig as HFMistralConfig
 
 from pagedserve.errors import ConfigError, ModelLoadError
 from pagedserve.kernels import native
@@ -198,11 +200,28 @@ def test_a_shorter_table_serves_the_same_numbers(tmp_path: Path) -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        ({"quantization_config": "awq"}, "quantised with 'awq'"),
     ],
 )
 def test_a_wrong_config_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         LlamaConfig.from_hf(llama_config(**fields))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = {"architectures": [architecture], "num_attention_heads": 16, **sizes}
+    theirs = {"LlamaForCausalLM": HFLlamaConfig, "MistralForCausalLM": HFMistralConfig}[architecture](**config)
+    ours = LlamaConfig.from_hf(config)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == theirs.head_dim
+    assert ours.max_model_len == theirs.max_position_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.hidden_act == theirs.hidden_act
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
 def test_a_longer_length_than_the_model_reaches_is_refused() -> None:

@@ -163,6 +163,13 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
         PagedModel(folder)
 
 
+def test_float64_files_are_read(tmp_path: Path) -> None:
+    wide = logits_of(
+        tiny_llama(tmp_path / "64", tokenizer=False, dtype="float64"), quant=quantization.select("auto", CPU)
+    )
+    same(wide, reference_logits(tiny_llama(tmp_path / "32", tokenizer=False)))
+
+
 def test_integer_codes_are_refused(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
