@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -280,7 +281,10 @@ class ProcessCoreClient:
             code = self._process.wait(timeout=0.1)
         except subprocess.TimeoutExpired:
             return "the engine core closed its channel"
-        return f"the engine core died of signal {-code}" if code < 0 else f"the engine core ended with exit code {code}"
+        if code >= 0:
+            return f"the engine core ended with exit code {code}"
+        hint = ", as the system does when memory is short" if code == -signal.SIGKILL else ""
+        return f"the engine core died of signal {-code}{hint}"
 
     def _settle(self, result: Ready | PagedServeError) -> None:
         if self._started is None or self._started.done():

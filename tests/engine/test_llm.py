@@ -136,6 +136,20 @@ def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
         llm.chat([], GREEDY)
 
 
+def test_long_work_shows_a_bar_on_stderr_unless_told_not_to(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("pagedserve.engine.llm.BAR_DELAY_SECONDS", 0.0)
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b"], GREEDY)
+    captured = capsys.readouterr()
+    assert "2/2" in captured.err and "tokens/s" in captured.err
+    assert captured.out == ""
+
+
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +159,9 @@ def test_seeds_repeat_and_choices_differ(llm: LLM) -> None:
     ids = [choice.token_ids for choice in first.outputs]
     assert ids == [choice.token_ids for choice in second.outputs]
     assert len({tuple(i) for i in ids}) == 4
+    # A choice does not depend on how many others there are.
+    fewer = llm.generate("abc", params.with_(n=2), use_tqdm=False)[0]
+    assert [choice.token_ids for choice in fewer.outputs] == ids[:2]
     unseeded = [llm.generate("abc", params.with_(n=1, seed=None), use_tqdm=False)[0] for _ in range(5)]
     assert len({tuple(o.outputs[0].token_ids) for o in unseeded}) == 5
     assert_idle(llm)

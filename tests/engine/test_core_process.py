@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pagedserve.engine import core_process
+from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, Codec, socket_pair
+from pagedserve.engine.core_process import FROM_CORE, TO_CORE, Inbox, run
+from pagedserve.messages import AbortRequests, Call, Shutdown
+
+
+class RecordingCore:
+    """What the loop does to a core, in order. `work` steps are left; a step may be slow or find nothing to run."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.work = 0
+        self.is_closing = False
+        self.moves = True
+        self.in_step: Callable[[], None] = lambda: None
+
+    @property
+    def has_work(self) -> bool:
+        return self.work > 0
+
+    def handle(self, message: object) -> None:
+        self.events.append(type(message).__name__)
+        if isinstance(message, Shutdown):
+            self.is_closing = True
+
+    def step(self) -> bool:
+        self.events.append("step")
+        self.in_step()
+        self.work -= self.moves
+        return self.moves
+
+    def check(self) -> None:
+        self.events.append("check")
+
+
+class Loop:
+    """`run` in a thread of its own, with the API's end of the channel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        # The reader ends the process a while after its channel, which would be this process.
+        monkeypatch.setattr(core_process.os, "_exit", lambda code: None)
+        monkeypatch.setattr(core_process, "GRACE_SECONDS", 0.0)
+        monkeypatch.setattr(core_process, "IDLE_CHECK_SECONDS", 0.05)
+        ours, theirs = socket_pair()
+        self.api = BlockingChannel(ours, Codec(sends=TO_CORE, receives=FROM_CORE))
+        self.their_end = BlockingChannel(theirs, Codec(sends=FROM_CORE, receives=TO_CORE))
+        self.inbox = Inbox(self.their_end)
+        self.inbox.start()
+        self.core: Any = RecordingCore()
+        self.outcome: list[BaseException | None] = []
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            run(self.core, self.inbox)
+            self.outcome.append(None)
+        except BaseException as error:
+            self.outcome.append(error)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10.0
+        while not condition():
+            assert time.monotonic() < deadline, f"it never came true: {self.core.events}"
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    loop = Loop(monkeypatch)
+    yield loop
+    loop.api.close()
+    if loop.thread.ident:
+        loop.thread.join(10)
+    loop.inbox._thread.join(10)
+    loop.their_end.close()
+
+
+def test_an_idle_core_sleeps_until_a_message_comes(loop: Loop) -> None:
+    loop.thread.start()
+    time.sleep(0.2)
+    assert loop.core.events == []
+    loop.api.send(Call(call_id=1, method="ping"))
+    loop.until(lambda: loop.core.events == ["Call"])
+    loop.api.send(Shutdown())
+    loop.thread.join(10)
+    assert loop.core.events == ["Call", "Shutdown"]
+    assert loop.outcome == [None]
+
+
+def test_messages_are_taken_between_steps_in_their_order(loop: Loop) -> None:
+    loop.core.work = 3
+
+    def send_once() -> None:
+        loop.core.in_step = lambda: None
+        loop.api.send(AbortRequests(request_ids=["a"]))
+        loop.api.send(Call(call_id=1, method="ping"))
+        loop.until(lambda: loop.inbox._queue.qsize() == 2)
+
+    loop.core.in_step = send_once
+    loop.thread.start()
+    loop.until(lambda: loop.core.work == 0)
+    assert loop.core.events[:5] == ["step", "AbortRequests", "Call", "step", "step"]
+
+
+def test_accounts_are_checked_once_after_work(loop: Loop) -> None:
+    loop.core.work = 2
+    loop.thread.start()
+    loop.until(lambda: "check" in loop.core.events)
+    time.sleep(0.2)
+    assert loop.core.events == ["step", "step", "check"]
+
+
+def test_a_step_that_finds_nothing_to_run_does_not_spin(loop: Loop) -> None:
+    loop.core.work = 1
+    loop.core.moves = False
+    loop.thread.start()
+    time.sleep(0.3)
+    assert 1 <= loop.core.events.count("step") <= 0.3 / core_process.STALLED_WAIT_SECONDS + 1
+    loop.api.send(Shutdown())
+    loop.thread.join(10)
+    assert loop.outcome == [None]
+
+
+@pytest.mark.parametrize("work", [0, 10**9])
+def test_the_end_of_the_parent_ends_the_loop(loop: Loop, work: int) -> None:
+    loop.core.work = work
+    loop.core.in_step = lambda: time.sleep(0.001)
+    loop.thread.start()
+    loop.api.close()
+    loop.thread.join(10)
+    assert len(loop.outcome) == 1 and isinstance(loop.outcome[0], ChannelClosedError)
+
+
+def test_a_message_that_cannot_be_read_ends_the_loop(loop: Loop) -> None:
+    loop.thread.start()
+    loop.api._socket.sendall(b"\x01\x00\x00\x00\x63\x00")
+    loop.thread.join(10)
+    assert isinstance(loop.outcome[0], ChannelClosedError)
