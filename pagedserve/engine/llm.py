@@ -189,11 +189,10 @@ class LLM:
                     engine.submit(item)
                     if engine.num_unfinished_requests >= room:
                         break
-                for output in engine.step():
-                    if output.finished:
-                        results[order[output.request_id]] = output
-                        pending -= 1
-                        progress.finished(output)
+                for output in engine.step(only_finished=True):
+                    results[order[output.request_id]] = output
+                    pending -= 1
+                    progress.finished(output)
         except BaseException:
             for request_id, index in order.items():
                 if results[index] is None:

@@ -78,8 +78,8 @@ class LLMEngine:
         state.fail(RequestAbortedError(f"request {request_id} was aborted"), time.monotonic())
         return state.take()
 
-    def step(self) -> list[RequestOutput]:
-        """One step; every request that has something new. A failed request is finished and has `error` set."""
+    def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
+        """One step; every request that has something new (or has ended). A failed one is finished with `error` set."""
         changed: dict[str, RequestState] = {}
         for outputs in self.client.step():
             processed = self._output.process(outputs)
@@ -90,7 +90,7 @@ class LLMEngine:
             changed.update((state.public_id, state) for state in processed.changed)
         if not changed and len(self._output) and not self.client.has_work:
             raise EngineDeadError(f"the core has nothing to do, but {len(self._output)} requests wait for it")
-        return [state.take() for state in changed.values()]
+        return [state.take() for state in changed.values() if state.is_finished or not only_finished]
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False where blocks are still in use."""

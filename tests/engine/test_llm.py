@@ -110,12 +110,12 @@ def test_more_prompts_than_the_queue_holds_are_all_answered(tiny_model: Path) ->
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, num_steps = llm.engine.step, 0
 
-    def interrupted() -> Any:
+    def interrupted(**options: Any) -> Any:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 3:
             raise KeyboardInterrupt
-        return step()
+        return step(**options)
 
     monkeypatch.setattr(llm.engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
