@@ -91,9 +91,11 @@ class FinishedRequest:
     num_preemptions: int = 0
     num_wasted_tokens: int = 0
     first_scheduled_time: float | None = None
-    # Where the request failed: the class of `errors` to raise for it, and its message.
+    # Where the request failed: the class of `errors` to raise for it, its message, and what else that class carries.
     error_kind: str | None = None
     error: str | None = None
+    error_param: str | None = None
+    retry_after: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pagedserve import errors, model_files
 from pagedserve.config import EngineConfig
-from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError
+from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError, RequestError
 from pagedserve.executor import EXECUTORS, Executor
 from pagedserve.log import get_logger
 from pagedserve.messages import (
@@ -149,7 +149,13 @@ class EngineCore:
 
 def refusal(request_id: str, error: PagedServeError) -> FinishedRequest:
     """What a client hears of a request that was not taken in."""
-    return FinishedRequest(request_id=request_id, error_kind=type(error).__name__, error=str(error))
+    return FinishedRequest(
+        request_id=request_id,
+        error_kind=type(error).__name__,
+        error=str(error),
+        error_param=error.param if isinstance(error, RequestError) else None,
+        retry_after=error.retry_after if isinstance(error, QueueFullError) else None,
+    )
 
 
 def error_of(finished: FinishedRequest) -> PagedServeError | None:
@@ -158,8 +164,10 @@ def error_of(finished: FinishedRequest) -> PagedServeError | None:
         return None
     message = finished.error or "the request failed"
     if finished.error_kind == QueueFullError.__name__:
-        return QueueFullError(message, retry_after=1)
+        return QueueFullError(message, retry_after=finished.retry_after or 1)
     kind = getattr(errors, finished.error_kind, None)
+    if isinstance(kind, type) and issubclass(kind, RequestError):
+        return kind(message, param=finished.error_param)
     if isinstance(kind, type) and issubclass(kind, PagedServeError):
         return kind(message)
     return EngineStepError(message)

@@ -270,12 +270,15 @@ def test_accounts_that_do_not_add_up_are_logged(bench: Bench, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    "error", [ContextLengthError("too long"), QueueFullError("full", retry_after=3), EngineStepError("x")], ids=repr
+    "error",
+    [ContextLengthError("too long", param="prompt"), QueueFullError("full", retry_after=3), EngineStepError("x")],
+    ids=repr,
 )
 def test_an_error_keeps_its_kind_and_words_through_the_channel(error: PagedServeError) -> None:
     back = error_of(refusal("r", error))
     assert type(back) is type(error)
     assert str(back) == str(error)
+    assert vars(back) == vars(error)
 
 
 def test_a_kind_that_is_no_error_of_ours_is_not_looked_up() -> None:
