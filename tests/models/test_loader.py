@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
@@ -47,6 +48,28 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     whole = logits_of(tiny_llama(tmp_path / "whole", tokenizer=False))
     assert torch.equal(logits_of(tiny_llama(tmp_path / "shards", tokenizer=False, num_shards=3)), whole)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral"])
+def test_what_transformers_saves_is_what_we_load(tmp_path: Path, architecture: str, tied: bool) -> None:
+    config_class = getattr(transformers, f"{architecture}Config")
+    config = config_class(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0},
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    same(logits_of(tmp_path, quant=quantization.select("auto", CPU)), reference_logits(tmp_path))
 
 
 @pytest.mark.parametrize("has_head", [False, True])
