@@ -257,6 +257,16 @@ def test_auto_follows_what_was_measured() -> None:
     assert not costs.prefers_swap(10, 1)
 
 
+def test_a_copy_is_tried_once_before_it_is_thought_too_dear() -> None:
+    costs = PreemptionCosts("auto", bytes_per_block=20 << 20)
+    for _ in range(50):
+        costs.observe(*observed(512, 1, 512 * 2e-4))
+    assert costs.prefers_swap(10, 160)
+    swap = SchedulerOutput(step_id=1, block_ops=BlockOps(swap_out=[(0, 0)] * 10))
+    costs.observe(swap, ModelRunnerOutput(step_id=1, swap_seconds=10 * 5e-3))
+    assert not costs.prefers_swap(10, 160)
+
+
 def test_decoding_steps_say_nothing_about_recomputation() -> None:
     costs = PreemptionCosts("auto", bytes_per_block=1)
     before = costs.seconds_per_token
