@@ -374,6 +374,20 @@ def test_a_client_that_leaves_gives_everything_back(ask: Asker, body: dict[str, 
         wait_idle(ask)
 
 
+def test_gauges_fall_when_everybody_leaves_at_once(ask: Asker) -> None:
+    async def everybody() -> None:
+        async with httpx.AsyncClient(base_url=ask.client.base_url, timeout=60) as client:
+            body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "stream": True}
+            streams = [client.stream("POST", "/v1/completions", json=body) for _ in range(32)]
+            await asyncio.gather(*(stream.__aenter__() for stream in streams))
+            await asyncio.gather(*(stream.__aexit__(None, None, None) for stream in streams))
+
+    num_series = len(metrics(ask))
+    asyncio.run(everybody())
+    wait_idle(ask)
+    assert len(metrics(ask)) <= num_series + 10, "series must not grow with requests"
+
+
 def test_equal_ids_at_the_same_time_get_their_own_text(ask: Asker) -> None:
     prompts = [f"prompt number {i}" for i in range(8)]
     alone = [ask.texts(prompt=prompt, temperature=0)[0] for prompt in prompts]

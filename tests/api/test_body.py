@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 
 import httpx
@@ -218,6 +219,20 @@ def test_messages_of_no_known_form(front: Front, messages: object) -> None:
 )
 def test_messages_that_cannot_be_read(front: Front, message: dict[str, object]) -> None:
     check_error(front.chat(messages=[message]), 400, param="messages")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "audio_url", "video_url", "file"])
+def test_nothing_is_fetched_for_a_client(front: Front, kind: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
+        for address in (url, {"url": url}, "file:///etc/passwd"):
+            part = {"type": kind, kind: address, "url": url}
+            check_error(front.chat(messages=[{"role": "user", "content": [part]}]), 400, param="messages")
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_too_many_messages_are_a_400(front: Front) -> None:
