@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -20,7 +21,8 @@ namespace {
 // A step is a chain of calls microseconds apart: workers stay awake that long, and no longer, because the
 // API process needs the same cores.
 constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr int kPausesPerClockRead = 32;
+constexpr int kPausesPerYield = 32;
+constexpr int kMaxUnwokenRegions = 32;
 
 inline void cpu_pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -30,15 +32,17 @@ inline void cpu_pause() {
 #endif
 }
 
-// Spins until ready() or the time is over; says which.
+// Spins until ready() or the time is over; says which. It yields on the way: the thread waited for may be queued
+// behind this one on the same CPU.
 template <class Ready>
 bool spin_until(const Ready& ready) {
   const auto deadline = std::chrono::steady_clock::now() + kSpin;
   do {
-    for (int i = 0; i < kPausesPerClockRead; ++i) {
+    for (int i = 0; i < kPausesPerYield; ++i) {
       if (ready()) return true;
       cpu_pause();
     }
+    std::this_thread::yield();
   } while (std::chrono::steady_clock::now() < deadline);
   return ready();
 }
@@ -68,14 +72,19 @@ class Pool {
     num_items_ = num_items;
     grain_ = grain;
     next_.store(0, std::memory_order_relaxed);
+    num_joined_.store(0, std::memory_order_relaxed);
     open_.store(true);
     generation_.fetch_add(1);
-    if (sleepers_.load() > 0) {
+    if (sleepers_.load() > 0 && ++num_unwoken_ > unwoken_limit_) {
+      num_unwoken_ = 0;
       { std::lock_guard<std::mutex> lock(sleep_mutex_); }
       wake_.notify_all();
     }
     take_pieces(0);
     open_.store(false);
+    // On a busy machine a woken thread comes too late, or pushes the caller off its CPU: while nobody comes, wake
+    // them for fewer and fewer regions.
+    unwoken_limit_ = num_joined_.load() > 0 ? 0 : std::min(2 * unwoken_limit_ + 1, kMaxUnwokenRegions);
     // Only threads inside a piece are waited for; one that never came is not. The wait ends in sleep: a CPU that
     // goes idle pulls the held-back thread over, a CPU that spins keeps it waiting.
     const auto idle = [this] { return active_.load() == 0; };
@@ -113,7 +122,10 @@ class Pool {
       // First announce, then look: run() closes the job before it reads active_, so either it waits for this
       // thread or this thread finds the job closed (or the next job open, which is as good).
       active_.fetch_add(1);
-      if (open_.load()) take_pieces(thread);
+      if (open_.load()) {
+        num_joined_.fetch_add(1);
+        take_pieces(thread);
+      }
       if (active_.fetch_sub(1) == 1 && caller_sleeps_.load()) {
         { std::lock_guard<std::mutex> lock(sleep_mutex_); }
         done_.notify_one();
@@ -127,9 +139,12 @@ class Pool {
   const void* context_ = nullptr;
   int64_t num_items_ = 0;
   int64_t grain_ = 1;
+  int num_unwoken_ = 0;    // regions since sleepers were last woken
+  int unwoken_limit_ = 0;  // how many may pass
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int> active_{0};
   alignas(64) std::atomic<uint64_t> generation_{0};
+  std::atomic<int> num_joined_{0};
   std::atomic<bool> open_{false};
   std::atomic<bool> stop_{false};
   std::atomic<int> sleepers_{0};
