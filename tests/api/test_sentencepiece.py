@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     successors = [EOS_ID] * len(spm_pieces())
     for start, pieces in ANSWERS.items():
         chain = [BACKEND.token_to_id(piece) for piece in (start, *pieces)]
-        for token_id, following in zip(chain, chain[1:], strict=False):
+        for token_id, following in itertools.pairwise(chain):
             successors[token_id] = following
     bigram_llama(folder, successors, tokenizer=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID}))
