@@ -1,8 +1,18 @@
-"""Swap or recompute: which is cheaper for a victim, by what both have cost on this machine so far."""
+"""Who gives way when blocks run out, how (swap or recompute), and how it comes back.
+
+All blocks of a group are taken or none. Only the samples of a group that is alone give way to each other.
+"""
 
 from __future__ import annotations
 
+from pagedserve.log import get_logger
+from pagedserve.scheduler.branching import nearest_sibling
+from pagedserve.scheduler.group import Group
+from pagedserve.scheduler.groups import Groups, set_status
+from pagedserve.sequence import FinishReason, Sequence, SequenceStatus
 from pagedserve.step import ModelRunnerOutput, SchedulerOutput
+
+log = get_logger(__name__)
 
 # Before anything was measured: a host copy at 4 GB/s, and half a millisecond a token of a prompt.
 _COPY_BYTES_PER_SECOND = 4e9
@@ -44,3 +54,119 @@ class PreemptionCosts:
         if not self._has_measured_swap:
             recompute_seconds *= _CURIOSITY
         return 2 * num_blocks * self.seconds_per_block < recompute_seconds
+
+
+class Preemption:
+    """Takes blocks from groups, and gives sequences that lost theirs new ones."""
+
+    def __init__(self, groups: Groups, costs: PreemptionCosts):
+        self._groups = groups
+        self.costs = costs
+
+    def give_way(self, group: Group, position: int) -> bool:
+        """Free some blocks for `group`, the running list's `position`-th; False where it has lost its own.
+
+        The latest group gives way first, never one that this step serves already. A group alone serves its sequences
+        one after another; the last one, or beams, which cannot wait for each other, end as if at their length limit.
+        """
+        groups = self._groups
+        if len(groups.running) > position:
+            self.preempt(groups.running[-1])
+            return True
+        if position > 1:
+            self.preempt(group)
+            return False
+        if not group.branching.can_park:
+            groups.end(group, FinishReason.LENGTH)
+            return False
+        if len(group.live) > 1:
+            self._park(group, group.live[-1])
+            return True
+        log.warning("%s ends at %d tokens: the KV pool is full", group.request_id, len(group.live[0].token_ids))
+        groups.end_sequence(group.live[0], group, FinishReason.LENGTH)
+        return False
+
+    def preempt(self, group: Group) -> None:
+        """Take all blocks of a running group, and let it wait for its return before all new ones."""
+        groups = self._groups
+        num_blocks = groups.cache.num_held_blocks(group.live)
+        num_tokens = groups.cache.num_held_tokens(group.live)
+        groups.leave(group)
+        for sequence in group.live:
+            groups.rows.release(sequence)
+        swaps = num_blocks > 0 and self.costs.prefers_swap(num_blocks, num_tokens) and groups.cache.swap_out(group.live)
+        if swaps:
+            group.swap_step_id = groups.stats.num_steps
+            set_status(group, SequenceStatus.SWAPPED)
+        else:
+            self.recompute_later(group, num_blocks, num_tokens)
+        groups.preempted.push(group)
+        group.num_preemptions += 1
+        groups.stats.num_preemptions += 1
+        log.info(
+            "preempted %s: %s %d blocks (%d tokens); %d running, %d preempted",
+            group.request_id,
+            "swapped out" if swaps else "will recompute",
+            num_blocks,
+            num_tokens,
+            len(groups.running),
+            len(groups.preempted),
+        )
+
+    def recompute_later(self, group: Group, num_blocks: int, num_tokens: int) -> None:
+        """Give all blocks back. The first sequence will be computed first, the others from what they share with it."""
+        groups = self._groups
+        for sequence in group.live:
+            groups.cache.release(sequence)
+        leader, *others = sorted(group.live + group.parked, key=lambda s: s.seq_id)
+        group.live, group.parked = [leader], others
+        group.branching.restart()
+        group.num_lost_tokens = num_tokens
+        group.num_lost_blocks = num_blocks
+        set_status(group, SequenceStatus.WAITING)
+
+    def unpark(self) -> None:
+        """Parked sequences go on where there is room, from the blocks of the sibling that is nearest to them."""
+        groups = self._groups
+        for group in groups.parking.copy():
+            for sequence in group.parked.copy():
+                # As for a return: what runs keeps a block for each sequence, if anything runs.
+                room = groups.cache.num_free_blocks - groups.num_promised_blocks() - groups.num_live
+                if room > 0:
+                    self._attach(group, sequence, room)
+        groups.parking = [g for g in groups.parking if g.parked and g.status is SequenceStatus.RUNNING]
+
+    def _park(self, group: Group, sequence: Sequence) -> None:
+        """Take the blocks of one sequence, for its siblings."""
+        groups = self._groups
+        num_tokens = groups.cache.num_held_tokens(group.live)
+        groups.park(group, sequence)
+        groups.waste(group, num_tokens - groups.cache.num_held_tokens(group.live))
+        group.num_preemptions += 1
+        groups.stats.num_preemptions += 1
+        log.info(
+            "preempted choice %d of %s: it will recompute %d tokens once its siblings leave room",
+            sequence.choice_index,
+            group.request_id,
+            len(sequence.token_ids),
+        )
+
+    def _attach(self, group: Group, sequence: Sequence, room: int) -> None:
+        """Bring one parked sequence back where `room` blocks are enough for it."""
+        groups = self._groups
+        cache = groups.cache
+        num_blocks = cache.num_blocks_of(len(sequence.token_ids))
+        if group.live:
+            source, num_shared = nearest_sibling(sequence, group.live)
+            is_computed = source.num_computed_tokens >= num_shared
+            if not is_computed or num_blocks - num_shared // cache.block_size > room:
+                return
+            cache.attach(source, sequence, num_shared)
+        elif num_blocks > cache.device.num_blocks:
+            groups.end_sequence(sequence, group, FinishReason.LENGTH)
+            return
+        elif num_blocks > room:
+            return
+        else:
+            groups.take_prefix(group, sequence)
+        groups.revive(group, sequence)

@@ -116,7 +116,7 @@ def test_the_latest_group_gives_way_whole() -> None:
     driver.add(first, second, third)
     while not driver.scheduler.stats().num_preemptions:
         driver.step()
-    waiting = driver.scheduler._preempted.peek()
+    waiting = driver.scheduler._groups.preempted.peek()
     assert waiting.request_id == third.request_id
     assert len(driver.executor.rows) == 4
     driver.run()
@@ -162,7 +162,7 @@ def test_a_preempted_request_returns_before_younger_ones_of_its_class() -> None:
     driver.add(*low)
     while not driver.scheduler.stats().num_swapped:
         driver.step()
-    preempted = driver.scheduler._preempted.peek().request_id
+    preempted = driver.scheduler._groups.preempted.peek().request_id
     younger, urgent = make_request(8, max_tokens=4, priority=1), make_request(8, max_tokens=4, priority=0)
     driver.add(younger, urgent)
     driver.run()

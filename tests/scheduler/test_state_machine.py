@@ -103,12 +103,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             if not self.driver.scheduler.has_work():
                 return
-            live = {s.seq_id for g in self.driver.scheduler._running for s in g.live if s.num_uncomputed_tokens}
+            live = {s.seq_id for g in self.driver.scheduler._groups.running for s in g.live if s.num_uncomputed_tokens}
             preemptions = self.driver.scheduler.stats().num_preemptions
             output = self.driver.step()
             assert output.num_tokens or output.released or not self.driver.scheduler.num_unfinished, "a stall"
             if len(live) <= self.budget and preemptions == self.driver.scheduler.stats().num_preemptions:
-                gone = {s for s in live if s not in self.driver.scheduler._owners}
+                gone = {s for s in live if s not in self.driver.scheduler._groups.owners}
                 assert live - gone <= set(output.seq_ids), "a running sequence got no token"
 
     def unfinished(self) -> list[str]:
