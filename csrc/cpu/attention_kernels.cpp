@@ -461,9 +461,11 @@ void attend_item(const Problem& problem, const Item& item, const Scratch& scratc
 
 // ---- the whole batch -----------------------------------------------------------------------------------------
 
-// Items of each sequence, and the splits of them where splits are handed out singly: prefix sums to search.
+// Prefix sums over the sequences: items of each, and units (an item's split; every item of a sequence counts as many
+// as its last one has).
 struct Plan {
   int64_t* first_item;  // [num_seqs + 1]
+  int64_t* first_unit;  // [num_seqs + 1]
   int64_t num_seqs;
 };
 
@@ -472,15 +474,28 @@ int64_t query_tiles(const Problem& problem, int64_t seq) {
   return ceil_div(starts[1] - starts[0], problem.item_tokens);
 }
 
-Item find_item(const Problem& problem, const Plan& plan, int64_t index) {
-  int64_t low = 0, high = plan.num_seqs;  // first_item[low] <= index < first_item[high]
+int64_t splits_of(const Problem& problem, int64_t seq) {
+  const int32_t* starts = problem.rows->query_start_loc + seq;
+  const int64_t seq_len = problem.rows->seq_lens[seq];
+  const int64_t first_position = seq_len - (starts[1] - starts[0]);
+  const int64_t seen = problem.window > 0 ? max_of(0, first_position + 1 - problem.window) : 0;
+  return ceil_div(seq_len, kSplit) - seen / kSplit;
+}
+
+// The sequence that `index` belongs to: first[seq] <= index < first[seq + 1].
+int64_t find(const int64_t* first, int64_t num_seqs, int64_t index) {
+  int64_t low = 0, high = num_seqs;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    if (plan.first_item[middle] <= index) low = middle; else high = middle;
+    if (first[middle] <= index) low = middle; else high = middle;
   }
-  const int64_t tiles = query_tiles(problem, low), within = index - plan.first_item[low];
+  return low;
+}
+
+Item nth_item(const Problem& problem, int64_t seq, int64_t index) {
+  const int64_t tiles = query_tiles(problem, seq);
   // Late tiles see most context: they go first, so that no thread is left with a long one at the end.
-  return make_item(problem, low, within / tiles, tiles - 1 - within % tiles);
+  return make_item(problem, seq, index / tiles, tiles - 1 - index % tiles);
 }
 
 template <class T>
@@ -493,42 +508,48 @@ void attend_items(const Problem& problem, const Plan& plan, int64_t max_rows, in
       __atomic_store_n(status, PS_OUT_OF_MEMORY, __ATOMIC_RELAXED);
       return;
     }
-    for (int64_t i = begin; i < end; ++i) attend_item<T>(problem, find_item(problem, plan, i), scratch);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t seq = find(plan.first_item, plan.num_seqs, i);
+      attend_item<T>(problem, nth_item(problem, seq, i - plan.first_item[seq]), scratch);
+    }
   });
 }
 
-// Too few items for the threads: each split is a piece of work, its state kept until all are there.
+// Each unit is a piece of work, its state kept until all are there.
 template <class T>
-void attend_splits(const Problem& problem, const Plan& plan, int64_t max_rows, int64_t max_splits, float* states,
-                   int* status) {
-  const int64_t num_items = plan.first_item[plan.num_seqs];
+void attend_units(const Problem& problem, const Plan& plan, int64_t max_rows, float* states, int* status) {
   const int64_t floats = state_floats(max_rows, problem.head_dim);
-  const auto state_of = [&](int64_t item, int64_t split) {
-    Carver carver{states + (item * max_splits + split) * floats};
+  const auto state_of = [&](int64_t unit) {
+    Carver carver{states + unit * floats};
     return carve_state(carver, max_rows, problem.head_dim);
   };
-  parallel_for(num_items * max_splits, 1, [&](int64_t begin, int64_t end, int) {
+  parallel_for(plan.first_unit[plan.num_seqs], 1, [&](int64_t begin, int64_t end, int) {
     Scratch scratch;
     if (!carve(scratch, max_rows, problem.head_dim)) {
       __atomic_store_n(status, PS_OUT_OF_MEMORY, __ATOMIC_RELAXED);
       return;
     }
-    for (int64_t i = begin; i < end; ++i) {
-      const Item item = find_item(problem, plan, i / max_splits);
-      const int64_t split = first_split(item) + i % max_splits;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t seq = find(plan.first_unit, plan.num_seqs, unit);
+      const int64_t within = unit - plan.first_unit[seq], splits = splits_of(problem, seq);
+      const Item item = nth_item(problem, seq, within / splits);
+      const int64_t split = first_split(item) + within % splits;
       if (split >= end_split(item)) continue;
       load_query(problem, item, scratch.query);
-      scratch.split = state_of(i / max_splits, i % max_splits);
+      scratch.split = state_of(unit);
       attend_split<T>(problem, item, scratch, split);
     }
   });
   if (*status != PS_OK) return;
-  parallel_for(num_items, 4, [&](int64_t begin, int64_t end, int) {
+  parallel_for(plan.first_item[plan.num_seqs], 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
-      const Item item = find_item(problem, plan, i);
-      const State total = state_of(i, 0);
+      const int64_t seq = find(plan.first_item, plan.num_seqs, i);
+      const int64_t within = i - plan.first_item[seq];
+      const Item item = nth_item(problem, seq, within);
+      const int64_t unit = plan.first_unit[seq] + within * splits_of(problem, seq);
+      const State total = state_of(unit);
       for (int64_t split = 1; split < end_split(item) - first_split(item); ++split) {
-        merge(total, state_of(i, split), item.num_rows, problem.head_dim);
+        merge(total, state_of(unit + split), item.num_rows, problem.head_dim);
       }
       write_out(problem, item, total);
     }
@@ -538,33 +559,35 @@ void attend_splits(const Problem& problem, const Plan& plan, int64_t max_rows, i
 template <class T>
 void attend(const Problem& problem, int* status) {
   const int64_t num_seqs = problem.rows->num_seqs;
-  int64_t num_items = 0, max_queries = 0, max_splits = 0;
-  for (int64_t i = 0; i < num_seqs; ++i) {
-    const int64_t query_len = problem.rows->query_start_loc[i + 1] - problem.rows->query_start_loc[i];
+  int64_t num_units = 0, max_queries = 0, max_splits = 0;
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const int64_t query_len = problem.rows->query_start_loc[seq + 1] - problem.rows->query_start_loc[seq];
     if (query_len == 0) continue;
-    num_items += query_tiles(problem, i) * problem.num_kv_heads;
+    const int64_t splits = splits_of(problem, seq);
+    num_units += query_tiles(problem, seq) * problem.num_kv_heads * splits;
     max_queries = max_of(max_queries, min_of(query_len, problem.item_tokens));
-    const int64_t seq_len = problem.rows->seq_lens[i];
-    const int64_t begin = problem.window > 0 ? max_of(0, seq_len - query_len + 1 - problem.window) : 0;
-    max_splits = max_of(max_splits, ceil_div(seq_len, kSplit) - begin / kSplit);
+    max_splits = max_of(max_splits, splits);
   }
-  if (num_items == 0) return;
+  if (num_units == 0) return;
   const int64_t max_rows = max_queries * problem.group;
-  const bool by_split = max_splits > 1 && num_threads() > 1 && num_items < 4 * num_threads();
-  const int64_t plan_bytes = ((num_seqs + 1) * 8 + 63) / 64 * 64;
-  const int64_t state_bytes = by_split ? num_items * max_splits * state_floats(max_rows, problem.head_dim) * 4 : 0;
+  // Whole items need no second pass; units, where the longest item would keep the other threads waiting.
+  const bool by_unit = max_splits > 1 && num_threads() > 1 && 2 * num_threads() * max_splits > num_units;
+  const int64_t plan_bytes = (2 * (num_seqs + 1) * 8 + 63) / 64 * 64;
+  const int64_t state_bytes = by_unit ? num_units * state_floats(max_rows, problem.head_dim) * 4 : 0;
   char* memory = static_cast<char*>(thread_scratch(kScratchCall, plan_bytes + state_bytes));
   if (memory == nullptr) {
     *status = PS_OUT_OF_MEMORY;
     return;
   }
-  Plan plan{reinterpret_cast<int64_t*>(memory), num_seqs};
-  plan.first_item[0] = 0;
-  for (int64_t i = 0; i < num_seqs; ++i) {
-    plan.first_item[i + 1] = plan.first_item[i] + query_tiles(problem, i) * problem.num_kv_heads;
+  Plan plan{reinterpret_cast<int64_t*>(memory), reinterpret_cast<int64_t*>(memory) + num_seqs + 1, num_seqs};
+  plan.first_item[0] = plan.first_unit[0] = 0;
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const int64_t items = query_tiles(problem, seq) * problem.num_kv_heads;
+    plan.first_item[seq + 1] = plan.first_item[seq] + items;
+    plan.first_unit[seq + 1] = plan.first_unit[seq] + items * (items > 0 ? splits_of(problem, seq) : 0);
   }
-  if (by_split) {
-    attend_splits<T>(problem, plan, max_rows, max_splits, reinterpret_cast<float*>(memory + plan_bytes), status);
+  if (by_unit) {
+    attend_units<T>(problem, plan, max_rows, reinterpret_cast<float*>(memory + plan_bytes), status);
   } else {
     attend_items<T>(problem, plan, max_rows, status);
   }

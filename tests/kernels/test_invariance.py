@@ -61,8 +61,10 @@ def test_any_chunks(isa: str, chunk: int, kv_dtype: torch.dtype, kwargs: dict) -
 
 
 @pytest.mark.parametrize("query_len", [1, 30])
-def test_any_number_of_threads(isa: str, query_len: int) -> None:
-    batch = make_paged_batch([1500], [query_len], num_heads=3, num_kv_heads=1, kv_dtype=torch.bfloat16)
+@pytest.mark.parametrize("short_rows", [0, 9])
+def test_any_number_of_threads(isa: str, short_rows: int, query_len: int) -> None:
+    seq_lens, query_lens = [1500, *[20] * short_rows], [query_len, *[1] * short_rows]
+    batch = make_paged_batch(seq_lens, query_lens, num_heads=3, num_kv_heads=1, kv_dtype=torch.bfloat16)
     before = native.num_threads()
     results = []
     try:
