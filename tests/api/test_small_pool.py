@@ -185,6 +185,50 @@ def test_gauges_fall_when_every_client_leaves_at_once(tight: ServerProcess) -> N
     wait_idle(tight, seconds=5)
 
 
+def test_totals_are_the_sums_of_what_clients_were_told(tight: ServerProcess) -> None:
+    """C114, C112: streams, lists, choices, best_of, stops, beams and prompts that are only scored, under preemption."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"n": 3},
+        {"best_of": 3, "n": 2},
+        {"prompt": ["a", "bc", "def"]},
+        {"stop": ["e", "a", "t"]},
+        {"use_beam_search": True, "n": 2, "max_tokens": 8},
+        {"max_tokens": 0, "echo": True, "logprobs": 1},
+    ]
+    bodies = [{"prompt": f"prompt {i}", "max_tokens": 20 + i, **ways[i % len(ways)]} for i in range(48)]
+    wait_idle(tight)
+    with httpx.Client(base_url=tight.base_url) as client:
+        before = totals(client)
+        with Scraper(tight) as scraper:
+            responses = ask_all(tight, bodies)
+            check_error(client.post("/v1/completions", json={"prompt": "a", "n": 0}), 400)
+            check_error(client.post("/v1/completions", json={"prompt": [5] * 500}), 400)
+        wait_idle(tight)
+        after = totals(client)
+    assert scraper.fallen == []
+    usages, num_sequences, num_requests = [], 0, 0
+    for body, response in zip(bodies, responses, strict=True):
+        if body.get("stream"):
+            stream = check_stream(response.content, chat=False)
+            usages.append(stream.usage or {})
+            num_sequences += len(stream.choices)
+        else:
+            usages.append(response.json()["usage"])
+            num_sequences += body.get("best_of") or len(response.json()["choices"])
+        num_requests += len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+
+    def grown(name: str) -> float:
+        names = [key for key in after if key.partition("{")[0] == name]
+        return sum(after[key] - before.get(key, 0) for key in names)
+
+    assert grown("vllm:prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
+    assert grown("vllm:generation_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
+    assert grown("vllm:request_success_total") == num_sequences
+    assert grown("vllm:e2e_request_latency_seconds_count") == num_requests
+
+
 def test_connections_and_series_do_not_pile_up(tight: ServerProcess) -> None:
     """C102, C115: hundreds of clients at once, then many requests on one connection; no file or series stays."""
     process = psutil.Process(tight.process.pid)
