@@ -233,11 +233,13 @@ class ProcessCoreClient:
             await asyncio.to_thread(process.wait)
 
     async def _ping(self) -> None:
-        while True:
-            await asyncio.sleep(PING_SECONDS)
-            self._ping_sent = time.monotonic()
-            await self.call("ping")
-            self._ping_sent = None
+        # A core that dies is reported by the end of its channel.
+        with contextlib.suppress(EngineDeadError):
+            while True:
+                await asyncio.sleep(PING_SECONDS)
+                self._ping_sent = time.monotonic()
+                await self.call("ping")
+                self._ping_sent = None
 
     def _take(self, message: FromCore) -> None:
         match message:

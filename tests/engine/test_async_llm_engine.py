@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from pagedserve.engine.async_llm_engine import AsyncLLMEngine
+from pagedserve.engine.core_client import PING_SECONDS
 from pagedserve.engine.llm import make_config
 from pagedserve.errors import (
     ContextLengthError,
@@ -305,6 +306,9 @@ async def test_when_the_core_is_killed_nobody_waits(tiny_model: Path) -> None:
             await collect(engine.generate("a", GREEDY))
         with pytest.raises(EngineDeadError):
             await engine.call("ping")
+        # Long dead, it can still be shut down: the pings have ended without a word.
+        await asyncio.sleep(PING_SECONDS + 0.1)
+        await engine.shutdown()
 
 
 async def test_a_core_that_hangs_is_noticed_and_one_that_goes_on_is_well_again(tiny_model: Path) -> None:
