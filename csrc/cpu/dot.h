@@ -148,7 +148,86 @@ struct Bytes {
   }
 };
 
-#else  // NEON and scalar: kWidth is 4
+#elif defined(PS_ISA_NEON)
+
+struct IntVec {
+  int32x4_t v;
+};
+PS_INLINE Vec to_float(IntVec a) { return {vcvtq_f32_s32(a.v)}; }
+
+PS_INLINE void add_product(Vec* sum, Vec a, Vec b) { *sum = fma(a, b, *sum); }
+
+PS_INLINE Vec load_bf16_even(const uint16_t* p) {
+  return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u16(vld1q_u16(p)), 16))};
+}
+PS_INLINE Vec load_bf16_odd(const uint16_t* p) {
+  return {vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(vld1q_u16(p)), vdupq_n_u32(0xffff0000)))};
+}
+
+PS_INLINE int8x16_t broadcast4(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+
+// Signed products: codes are shifted by their zero, 128, so the offset that undoes it elsewhere is not needed.
+template <bool kShift>
+struct SignedBytes {
+  static constexpr int kDepth = 4;
+  struct Step {
+    int8x16_t v;
+  };
+  struct Acc {
+    int32x4_t v;
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    const uint8x16_t x = vld1q_u8(p);
+    return {vreinterpretq_s8_u8(kShift ? veorq_u8(x, vdupq_n_u8(0x80)) : x)};
+  }
+  PS_INLINE Acc start(int) { return {vdupq_n_s32(0)}; }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
+    const int8x16_t x = broadcast4(a);
+#ifdef __ARM_FEATURE_DOTPROD
+    acc->v = vdotq_s32(acc->v, step.v, x);
+#else
+    const int16x8_t low = vmull_s8(vget_low_s8(step.v), vget_low_s8(x));
+    const int16x8_t high = vmull_s8(vget_high_s8(step.v), vget_high_s8(x));
+    acc->v = vpadalq_s16(acc->v, vpaddq_s16(low, high));  // two products fit 16 bits: 2 * 128 * 127
+#endif
+  }
+  PS_INLINE IntVec total(const Acc& acc, int) { return {acc.v}; }
+};
+using Bytes = SignedBytes<true>;
+using LowBytes = SignedBytes<false>;
+
+struct Nibbles {
+  static constexpr int kDepth = 8;
+  struct Step {
+    int8x16_t low, high;
+  };
+  struct Acc {
+    int16x8_t first, second;  // of columns 0 and 1, 2 and 3
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    const uint8x16_t x = vld1q_u8(p);
+    return {vreinterpretq_s8_u8(vandq_u8(x, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(x, 4))};
+  }
+  PS_INLINE Acc start(int) { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
+  PS_INLINE void add(Acc* acc, int8x16_t codes, int8x16_t x) {
+    acc->first = vmlal_s8(acc->first, vget_low_s8(codes), vget_low_s8(x));
+    acc->second = vmlal_s8(acc->second, vget_high_s8(codes), vget_high_s8(x));
+  }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
+    add(acc, step.low, broadcast4(a));
+    add(acc, step.high, broadcast4(b));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int offset) {
+    // Pairs still fit 16 bits: 16 * 15 * 127.
+    return {vaddq_s32(vpaddlq_s16(vpaddq_s16(acc.first, acc.second)), vdupq_n_s32(offset))};
+  }
+};
+
+#else  // scalar
 
 struct IntVec {
   int32_t v[4];
@@ -212,6 +291,10 @@ struct Nibbles {
   PS_INLINE IntVec total(const Acc& acc, int) { return {{acc.v[0], acc.v[1], acc.v[2], acc.v[3]}}; }
 };
 
+#endif
+
+#ifndef PS_ISA_NEON
+using LowBytes = Bytes;  // of formats whose codes are below 128
 #endif
 
 }  // namespace PS_ISA

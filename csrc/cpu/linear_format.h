@@ -8,7 +8,7 @@
 //   INT4* [K/32 groups][4][16 j][4] bytes: of 8 k, the first four in low nibbles, the others in high ones;
 //         then one block of scales a group
 // A weight is scale * (code - zero) or scale * code + min:
-//   INT8      fp16 scale a group, zero 128            INT8_MIN  fp32 scale and min a group
+//   INT8      fp16 scale a group, zero 128            INT8_MIN  fp32 scale and min a group, codes below 128
 //   INT8_G16  fp32 scale per half group, zero 128     INT4_SYM  fp16 scale a group, zero 8
 //   INT4      fp16 scale and min a group              INT4_F32  fp32 scale and min a group
 // A block of scales holds 16 scales (INT8_G16: twice 16), then 16 mins if the format has them.

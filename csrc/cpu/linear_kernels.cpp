@@ -403,7 +403,7 @@ bool run(Call* call) {
     case PS_LINEAR_F16: return run_float<F16Values>(call);
     case PS_LINEAR_INT8: return run_int<Bytes, f16, false, 1>(call);
     case PS_LINEAR_INT8_G16: return run_int<Bytes, float, false, 2>(call);
-    case PS_LINEAR_INT8_MIN: return run_int<Bytes, float, true, 1>(call);
+    case PS_LINEAR_INT8_MIN: return run_int<LowBytes, float, true, 1>(call);
     case PS_LINEAR_INT4_SYM: return run_int<Nibbles, f16, false, 1>(call);
     case PS_LINEAR_INT4: return run_int<Nibbles, f16, true, 1>(call);
     default: return run_int<Nibbles, float, true, 1>(call);  // PS_LINEAR_INT4_F32: linear.cpp let no other pass

@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "linear_format.h"
 #include "thread_pool.h"
+#include "vec.h"
 
 namespace ps {
 namespace PS_ISA {
@@ -105,75 +106,82 @@ void quantize_int4_sym(const float* x, GroupCodes* out) {
   out->scale[0] = scale;
 }
 
-// Sixteen partial sums, so that the compiler may use any vector width for the same bits.
-float sum16(const float* partial) {
-  float x[8];
-  for (int i = 0; i < 8; ++i) x[i] = partial[i] + partial[8 + i];
-  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+constexpr int kVecs = kGroup / kWidth;
+
+struct GroupVec {
+  Vec v[kVecs];
+};
+
+template <class Function>
+PS_INLINE GroupVec each(const Function& function) {
+  GroupVec r;
+  for (int i = 0; i < kVecs; ++i) r.v[i] = function(i);
+  return r;
 }
 
-// Codes for a given grid; returns the squared error.
-float assign_codes(const float* x, float scale, float min, float* codes) {
-  const float inverse = scale > 0.f ? 1.f / scale : 0.f;
-  float errors[kHalf] = {};
-  for (int half = 0; half < 2; ++half) {
-    for (int i = 0; i < kHalf; ++i) {
-      const float value = x[half * kHalf + i];
-      float code = (value - min) * inverse + 0.5f;
-      code = code < 0.f ? 0.f : code > 15.f ? 15.f : code;
-      code = static_cast<float>(static_cast<int>(code));
-      codes[half * kHalf + i] = code;
-      const float error = scale * code + min - value;
-      errors[i] = errors[i] + error * error;
-    }
+// Halves are added to halves, so every instruction set gets the same bits.
+PS_INLINE float sum(GroupVec a) {
+  for (int n = kVecs / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) a.v[i] = a.v[i] + a.v[n + i];
   }
-  return sum16(errors);
+  return reduce_add(a.v[0]);
+}
+
+struct Grid {
+  float scale, min, error;
+  GroupVec codes;
+};
+
+// The nearest points of a grid of 16, and their squared error.
+PS_INLINE Grid assign_codes(const GroupVec& x, float scale, float min) {
+  Grid grid{as_f16(scale), as_f16(min), 0.f, {}};
+  const Vec low = set1(grid.min), step = set1(grid.scale);
+  const Vec inverse = set1(grid.scale > 0.f ? 1.f / grid.scale : 0.f);
+  grid.codes = each([&](int i) {
+    return round(ps::PS_ISA::min(set1(15.f), max(zero(), (x.v[i] - low) * inverse)));
+  });
+  grid.error = sum(each([&](int i) {
+    const Vec error = step * grid.codes.v[i] + low - x.v[i];
+    return error * error;
+  }));
+  return grid;
 }
 
 // Searches grids around [smallest, largest], each refined once by least squares, for the least squared error.
-void quantize_int4(const float* x, GroupCodes* out) {
-  float low = x[0], high = x[0];
-  float sums[kHalf];
-  for (int i = 0; i < kHalf; ++i) sums[i] = x[i] + x[kHalf + i];
+void quantize_int4(const float* numbers, GroupCodes* out) {
+  float low = numbers[0], high = numbers[0];
   for (int i = 1; i < kGroup; ++i) {
-    low = x[i] < low ? x[i] : low;
-    high = x[i] > high ? x[i] : high;
+    low = numbers[i] < low ? numbers[i] : low;
+    high = numbers[i] > high ? numbers[i] : high;
   }
-  const float sum_x = sum16(sums);
-  float best_error = -1.f, best_scale = 0.f, best_min = 0.f;
-  float codes[kGroup], best_codes[kGroup] = {};
-  const auto consider = [&](float scale, float min) {
-    scale = as_f16(scale);
-    min = as_f16(min);
-    const float error = assign_codes(x, scale, min, codes);
-    if (best_error >= 0.f && !(error < best_error)) return;
-    best_error = error;
-    best_scale = scale;
-    best_min = min;
-    std::memcpy(best_codes, codes, sizeof codes);
+  const GroupVec x = each([&](int i) { return load(numbers + i * kWidth); });
+  const float sum_x = sum(x), span = high - low;
+  Grid best = assign_codes(x, span / 15.f, low);
+  Grid grid = best;
+  const auto keep_better = [&] {
+    if (grid.error < best.error) best = grid;
   };
-  const float span = high - low;
-  for (int step = 0; step < 6; ++step) {
-    const float cut = 0.03f * static_cast<float>(step) * span;
-    consider((span - 2.f * cut) / 15.f, low + cut);
+  for (int cuts = 0;; ++cuts) {
     // The scale and min that fit these codes best.
-    float q[kHalf], qq[kHalf], qx[kHalf];
-    for (int i = 0; i < kHalf; ++i) {
-      const float a = codes[i], b = codes[kHalf + i];
-      q[i] = a + b;
-      qq[i] = a * a + b * b;
-      qx[i] = a * x[i] + b * x[kHalf + i];
-    }
-    const float sum_q = sum16(q), sum_qq = sum16(qq), sum_qx = sum16(qx);
+    const float sum_q = sum(grid.codes);
+    const float sum_qq = sum(each([&](int i) { return grid.codes.v[i] * grid.codes.v[i]; }));
+    const float sum_qx = sum(each([&](int i) { return grid.codes.v[i] * x.v[i]; }));
     const float determinant = kGroup * sum_qq - sum_q * sum_q;
-    if (determinant > 0.f) {
-      const float scale = (kGroup * sum_qx - sum_q * sum_x) / determinant;
-      if (scale > 0.f) consider(scale, (sum_x - scale * sum_q) / kGroup);
+    const float scale = determinant > 0.f ? (kGroup * sum_qx - sum_q * sum_x) / determinant : 0.f;
+    if (scale > 0.f) {
+      grid = assign_codes(x, scale, (sum_x - scale * sum_q) / kGroup);
+      keep_better();
     }
+    if (cuts == 5) break;
+    const float cut = 0.03f * static_cast<float>(cuts + 1) * span;
+    grid = assign_codes(x, (span - 2.f * cut) / 15.f, low + cut);
+    keep_better();
   }
-  for (int i = 0; i < kGroup; ++i) out->codes[i] = static_cast<uint8_t>(best_codes[i]);
-  out->scale[0] = best_scale;
-  out->min = best_min;
+  alignas(64) float codes[kGroup];
+  for (int i = 0; i < kVecs; ++i) store(codes + i * kWidth, best.codes.v[i]);
+  for (int i = 0; i < kGroup; ++i) out->codes[i] = static_cast<uint8_t>(codes[i]);
+  out->scale[0] = best.scale;
+  out->min = best.min;
 }
 
 void quantize_group(int format, const float* x, GroupCodes* out) {

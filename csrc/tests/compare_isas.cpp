@@ -2,6 +2,7 @@
 // cross-compiled library can be checked under an emulator: the scalar build is checked by tests/kernels.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -88,6 +89,40 @@ Floats attention() {
   return out;
 }
 
+// Products of one row and of seven, then a row read back. Formats that only files fill take kGgmlType blocks of
+// kBlockBytes whose fp16 scales lie at kScaleAt and, if not equal, at kMinAt.
+template <int kFormat, int kGgmlType = -1, int kBlockBytes = 0, int kScaleAt = 0, int kMinAt = 0>
+Floats linear() {
+  constexpr int64_t kOut = 37, kIn = 256, kRows = 7;
+  const int64_t bytes = ps_linear_packed_bytes(kFormat, kOut, kIn);
+  std::vector<uint8_t> storage(bytes + 64);
+  uint8_t* data = storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) % 64;
+  const ps_linear_weight weight{data, kOut, kIn, kFormat};
+  if (kGgmlType < 0) {
+    const Floats dense = numbers(kOut * kIn, 10);
+    check(ps_linear_pack(&weight, 0, kOut, dense.data(), kIn, PS_F32));
+  } else {
+    const Floats random = numbers(kOut * kBlockBytes, 11);
+    std::vector<uint8_t> blocks(random.size());
+    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<uint8_t>((random[i] + 2.f) * 64.f);
+    for (int64_t row = 0; row < kOut; ++row) {
+      for (const int at : {kScaleAt, kMinAt}) {
+        blocks[row * kBlockBytes + at] = static_cast<uint8_t>(row);
+        blocks[row * kBlockBytes + at + 1] = 0x14;  // about 2^-10
+      }
+    }
+    check(ps_linear_pack_ggml(&weight, 0, kOut, blocks.data(), kBlockBytes, kGgmlType));
+  }
+  const Floats x = numbers(kRows * kIn, 12), bias = numbers(kOut, 13), residual = numbers(kRows * kOut, 14);
+  Floats out(8 * kOut, NAN), row(kIn, NAN);
+  check(ps_linear(out.data(), kOut, x.data(), kIn, kRows, &weight, bias.data(), residual.data(), kOut));
+  check(ps_linear(out.data() + kRows * kOut, kOut, x.data(), kIn, 1, &weight, nullptr, nullptr, 0));
+  const int64_t last = kOut - 1;
+  check(ps_linear_rows(row.data(), kIn, &weight, &last, 1));
+  out.insert(out.end(), row.begin(), row.end());
+  return out;
+}
+
 const Case kCases[] = {
     {"rms_norm", rms_norm},
     {"rotary_embedding", rotary_embedding},
@@ -98,6 +133,15 @@ const Case kCases[] = {
     {"attention bf16, blocks of 16", attention<PS_BF16, 16>},
     {"attention bf16, blocks of 2", attention<PS_BF16, 2>},
     {"attention fp16, blocks of 64", attention<PS_F16, 64>},
+    {"linear fp32", linear<PS_LINEAR_F32>},
+    {"linear bf16", linear<PS_LINEAR_BF16>},
+    {"linear fp16", linear<PS_LINEAR_F16>},
+    {"linear int8", linear<PS_LINEAR_INT8>},
+    {"linear int8_g16 (Q6_K)", linear<PS_LINEAR_INT8_G16, 14, 210, 208, 208>},
+    {"linear int8_min (Q5_K)", linear<PS_LINEAR_INT8_MIN, 13, 176, 0, 2>},
+    {"linear int4_sym", linear<PS_LINEAR_INT4_SYM>},
+    {"linear int4", linear<PS_LINEAR_INT4>},
+    {"linear int4_f32 (Q4_K)", linear<PS_LINEAR_INT4_F32, 12, 144, 0, 2>},
 };
 
 }  // namespace

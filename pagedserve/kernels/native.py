@@ -236,7 +236,9 @@ class PackedMatrix:
         self.format = fmt
         self.out_features = out_features
         self.in_features = in_features
-        self.data = torch.zeros(num_bytes, dtype=torch.uint8)
+        # From numpy: zero pages that nothing has touched yet, where torch would write them with all its threads.
+        pages = np.zeros(num_bytes + 63, dtype=np.uint8)
+        self.data = torch.from_numpy(pages)[-pages.ctypes.data % 64 :][:num_bytes]
         self._struct = LinearWeightStruct(self.data.data_ptr(), out_features, in_features, LINEAR_FORMATS[fmt])
         self.address = self._struct.address
 
