@@ -59,7 +59,7 @@ def test_a_bad_size_names_the_flag(text: str) -> None:
         (ServerConfig, {"shutdown_timeout": -1.0}, "--shutdown-timeout"),
     ],
 )
-def test_a_value_out_of_range_names_the_flag(config: type, values: dict[str, object], flag: str) -> None:
+def test_a_value_out_of_range_names_the_flag(config: type, values: dict[str, object], flag: str) -> None:  # C084
     with pytest.raises(ConfigError, match=flag):
         config(**values)
 

@@ -38,7 +38,7 @@ def test_config_says_what_the_original_said(tmp_path, config, tensors):
     assert made["head_dim"] == 16
 
 
-def test_tied_head_and_odd_vocabulary(tmp_path):
+def test_tied_head_and_odd_vocabulary(tmp_path):  # C087
     config = llama_config(tie_word_embeddings=True, vocab_size=517)
     file = GGUFFile(small_file(tmp_path, config, random_tensors(config)))
     assert file.config()["tie_word_embeddings"] is True

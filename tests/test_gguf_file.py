@@ -71,7 +71,7 @@ def test_quantized_rows_are_the_same_rows(tmp_path, config, tensors, quant):
 
 
 @pytest.mark.parametrize("quant", TYPE_NAMES)
-def test_every_type_dequantizes_as_the_gguf_package_does(tmp_path, config, quant):
+def test_every_type_dequantizes_as_the_gguf_package_does(tmp_path, config, quant):  # C091
     path = tmp_path / "one.gguf"
     writer = GGUFWriter(path, "llama")
     rows = random_blocks(quant, 6, 512)
@@ -152,7 +152,7 @@ def test_version_2_is_read_the_same(tmp_path, config, tensors):
         (lambda d: d[: len(d) // 2], "cut short"),
     ],
 )
-def test_broken_files_are_refused_without_large_allocations(tmp_path, config, tensors, change, message):
+def test_broken_files_are_refused_without_large_allocations(tmp_path, config, tensors, change, message):  # C091
     path = small_file(tmp_path, config, tensors, tokenizer=byte_level_vocabulary(byte_level_backend()))
     path.write_bytes(change(path.read_bytes()))
     tracemalloc.start()

@@ -57,7 +57,7 @@ def value(metrics: EngineMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, {"model_name": "m", **labels})
 
 
-def test_a_request_is_counted_once_from_first_token_to_end() -> None:
+def test_a_request_is_counted_once_from_first_token_to_end() -> None:  # C083
     metrics = EngineMetrics("m")
     request = Observed(num_cached_tokens=3, params=SamplingParams(max_tokens=9))
     metrics.record_step(None, [request.grow(1)], 11.0)
@@ -110,7 +110,7 @@ def test_a_request_that_got_nothing_counts_for_nothing(error: Exception) -> None
     assert rejections == (1 if isinstance(error, QueueFullError) else 0)
 
 
-def test_totals_of_the_core_become_counters_and_never_fall() -> None:
+def test_totals_of_the_core_become_counters_and_never_fall() -> None:  # C112
     metrics = EngineMetrics("m")
     metrics.record_step(SchedulerStats(num_preemptions=3, num_wasted_tokens=40, prefix_cache_hits=16), [], 0.0)
     metrics.record_step(SchedulerStats(num_preemptions=5, num_wasted_tokens=10, prefix_cache_hits=-1), [], 0.0)
@@ -140,7 +140,7 @@ def test_each_step_is_one_observation_of_its_tokens() -> None:
     assert value(metrics, "vllm:iteration_tokens_total_bucket", le="8.0") == 1
 
 
-def test_a_mistake_in_the_metrics_is_logged_once_and_goes_no_further(monkeypatch: Any) -> None:
+def test_a_mistake_in_the_metrics_is_logged_once_and_goes_no_further(monkeypatch: Any) -> None:  # C112
     metrics = EngineMetrics("m")
     logged: list[str] = []
     monkeypatch.setattr(logging.getLogger("pagedserve.metrics"), "error", lambda text, *args, **_: logged.append(text))
@@ -153,7 +153,7 @@ def test_a_mistake_in_the_metrics_is_logged_once_and_goes_no_further(monkeypatch
     assert value(metrics, "vllm:generation_tokens_total") == 1
 
 
-def test_the_page_parses_and_label_values_are_escaped() -> None:
+def test_the_page_parses_and_label_values_are_escaped() -> None:  # C115
     name = 'a "quoted"\\ name\nof two lines'
     metrics = EngineMetrics(name)
     metrics.set_config(PLAN, CacheConfig())
@@ -165,7 +165,7 @@ def test_the_page_parses_and_label_values_are_escaped() -> None:
     assert families["vllm:cache_config_info"].samples[0].labels["num_gpu_blocks"] == "30"
 
 
-def test_the_page_does_not_grow_with_the_number_of_requests() -> None:
+def test_the_page_does_not_grow_with_the_number_of_requests() -> None:  # C115
     metrics = EngineMetrics("m")
 
     def num_series() -> int:

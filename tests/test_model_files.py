@@ -70,7 +70,7 @@ def test_other_safetensors_names(tmp_path, config, tensors):
     assert [f.name for f in resolve(str(folder)).weight_files] == ["weights.safetensors"]
 
 
-def test_pickles_are_refused(tmp_path, config, tensors):
+def test_pickles_are_refused(tmp_path, config, tensors):  # C110
     folder = write_checkpoint(tmp_path / "tiny", config, tensors)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelLoadError, match="pickles"):

@@ -54,7 +54,7 @@ def ask(tiny: ServerProcess) -> Iterator[Asker]:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [BOS_ID, *byte_ids("some ids")], [PROMPT, "another, longer prompt é"]])
-def test_echo_with_logprobs_lines_up(ask: Asker, prompt: Any) -> None:
+def test_echo_with_logprobs_lines_up(ask: Asker, prompt: Any) -> None:  # C022
     fixed = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     answer = ask.whole(**fixed, return_token_ids=True)
     for choice in answer["choices"]:
@@ -108,14 +108,14 @@ def test_prompt_logprobs(ask: Asker) -> None:
 @pytest.mark.parametrize(
     "body", [{"top_k": 1}, {"logit_bias": {str(i): -100 for i in range(1, VOCAB_SIZE)}}, {"allowed_token_ids": [70]}]
 )
-def test_impossible_tokens_do_not_break_json(ask: Asker, body: dict[str, Any]) -> None:
+def test_impossible_tokens_do_not_break_json(ask: Asker, body: dict[str, Any]) -> None:  # C023
     fixed = {"logprobs": 5, "echo": True, "max_tokens": 3, "ignore_eos": True, **body}
     ask.whole(**fixed)
     check_stream(ask.post(prompt=PROMPT, stream=True, **fixed).content, chat=False)
 
 
 @pytest.mark.parametrize(("name", "value"), [("logprobs", 21), ("logprobs", 10**6), ("prompt_logprobs", 10**6)])
-def test_too_many_logprobs(ask: Asker, name: str, value: int) -> None:
+def test_too_many_logprobs(ask: Asker, name: str, value: int) -> None:  # C027
     error = check_error(ask.post(prompt="a", **{name: value}), 400, param=name)
     assert "20" in error["message"]
 
@@ -130,11 +130,11 @@ def test_tokens_named_by_their_ids(ask: Asker) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-5, 1e-4])
 @pytest.mark.parametrize("top_p", [1.0, 0.0001])
-def test_tiny_temperatures_are_greedy(ask: Asker, temperature: float, top_p: float) -> None:
+def test_tiny_temperatures_are_greedy(ask: Asker, temperature: float, top_p: float) -> None:  # C029
     assert ask.texts(temperature=temperature, top_p=top_p) == ask.texts(temperature=0)
 
 
-def test_values_that_switch_a_filter_off(ask: Asker) -> None:
+def test_values_that_switch_a_filter_off(ask: Asker) -> None:  # C031
     fixed = {"seed": 5, "temperature": 1.5}
     outputs = [ask.texts(**fixed, top_k=k) for k in (0, -1, VOCAB_SIZE, VOCAB_SIZE + 1, 10**9)]
     assert outputs.count(outputs[0]) == len(outputs)
@@ -143,7 +143,7 @@ def test_values_that_switch_a_filter_off(ask: Asker) -> None:
     assert ask.texts(**fixed, min_p=0) == outputs[0]
 
 
-def test_seeds(ask: Asker) -> None:
+def test_seeds(ask: Asker) -> None:  # C036, C038
     fixed = {"temperature": 1.5, "max_tokens": 10}
     assert len({ask.texts(**fixed)[0] for _ in range(20)}) >= 15
     assert len({ask.texts(**fixed, seed=0)[0] for _ in range(3)}) == 1
@@ -156,7 +156,7 @@ def test_seeds(ask: Asker) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_logit_bias(ask: Asker, temperature: float) -> None:
+def test_logit_bias(ask: Asker, temperature: float) -> None:  # C032
     sure = ask.ids(logit_bias={"70": 100}, temperature=temperature)[0]
     assert sure == [70] * 12
     favourite = ask.ids(temperature=0)[0][0]
@@ -182,12 +182,12 @@ def test_allowed_token_ids(ask: Asker) -> None:
     ],
     ids=str,
 )
-def test_ids_outside_the_vocabulary(ask: Asker, name: str, value: Any) -> None:
+def test_ids_outside_the_vocabulary(ask: Asker, name: str, value: Any) -> None:  # C032, C033, C071
     check_error(ask.post(**{"prompt": "a", name: value}), 400, param=name)
     assert ask.post(prompt=[VOCAB_SIZE - 1], max_tokens=1).status_code == 200
 
 
-def test_both_ends_of_a_text_are_masked_by_min_tokens(ask: Asker) -> None:
+def test_both_ends_of_a_text_are_masked_by_min_tokens(ask: Asker) -> None:  # C012, C013
     for end in (EOS_ID, IM_END_ID):
         ids = ask.ids(logit_bias={str(end): 100}, min_tokens=5, max_tokens=8)[0]
         assert end not in ids[:5]
@@ -195,7 +195,7 @@ def test_both_ends_of_a_text_are_masked_by_min_tokens(ask: Asker) -> None:
         assert len(ask.ids(logit_bias={str(end): 100}, ignore_eos=True, max_tokens=8)[0]) == 8
 
 
-def test_best_of_returns_the_most_likely(ask: Asker) -> None:
+def test_best_of_returns_the_most_likely(ask: Asker) -> None:  # C039
     fixed = {"seed": 3, "temperature": 1.5, "logprobs": 0, "ignore_eos": True}
     four = ask.whole(**fixed, n=4)["choices"]
     means = {c["text"]: sum(c["logprobs"]["token_logprobs"]) / len(c["logprobs"]["tokens"]) for c in four}
@@ -225,7 +225,7 @@ def test_beam_search(ask: Asker) -> None:
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def test_lists_of_prompts(ask: Asker) -> None:
+def test_lists_of_prompts(ask: Asker) -> None:  # C045
     prompts = ["one:", "two two:", "three:"]
     fixed = {"n": 2, "best_of": 2, "echo": True, "seed": 1, "max_tokens": 4}
     answer = ask.whole(prompt=prompts, **fixed)
@@ -237,19 +237,19 @@ def test_lists_of_prompts(ask: Asker) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in lone)
 
 
-def test_one_prompt_too_long_fails_the_list(ask: Asker) -> None:
+def test_one_prompt_too_long_fails_the_list(ask: Asker) -> None:  # C018
     error = check_error(ask.post(prompt=["short", "long " * 600, "short"]), 400, param="prompt")
     assert error["code"] == "context_length_exceeded"
     wait_idle(ask)
 
 
 @pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
-def test_an_empty_prompt_is_bos_alone(ask: Asker, prompt: Any) -> None:
+def test_an_empty_prompt_is_bos_alone(ask: Asker, prompt: Any) -> None:  # C070
     assert ask.post(prompt=prompt, max_tokens=1).status_code == 200
     check_error(ask.post(prompt=prompt, max_tokens=1, add_special_tokens=False), 400, param="prompt")
 
 
-def test_special_tokens_are_added_where_wanted(ask: Asker) -> None:
+def test_special_tokens_are_added_where_wanted(ask: Asker) -> None:  # C063
     def prompt_ids(**body: Any) -> list[int]:
         ids: list[int] = ask.whole(return_token_ids=True, max_tokens=1, **body)["choices"][0]["prompt_token_ids"]
         return ids
@@ -264,7 +264,7 @@ def test_special_tokens_are_added_where_wanted(ask: Asker) -> None:
         assert count == ask.whole(**body)["usage"]["prompt_tokens"]
 
 
-def test_chat_prompts_are_what_the_template_wrote(ask: Asker) -> None:
+def test_chat_prompts_are_what_the_template_wrote(ask: Asker) -> None:  # C063
     messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "A"}]
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
     ids = ask.post("/v1/chat/completions", **body).json()["prompt_token_ids"]
@@ -295,7 +295,7 @@ def test_going_on_with_the_last_message(ask: Asker) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_does_not_fit_is_refused_with_the_numbers(ask: Asker, stream: bool) -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers(ask: Asker, stream: bool) -> None:  # C016
     ids = [BOS_ID, *byte_ids("x" * 499)]
     error = check_error(ask.post(prompt=ids, max_tokens=20, stream=stream), 400, param="max_tokens")
     assert error["code"] == "context_length_exceeded"
@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(ask: Asker, stream: bool)
 
 
 @pytest.mark.parametrize("free", [1, 2])
-def test_the_last_position_can_be_used(ask: Asker, free: int) -> None:
+def test_the_last_position_can_be_used(ask: Asker, free: int) -> None:  # C015
     ids = [BOS_ID, *byte_ids("x" * (511 - free))]
     answer = ask.whole(prompt=ids, max_tokens=free, ignore_eos=True)
     assert answer["usage"]["total_tokens"] == 512
@@ -359,7 +359,7 @@ def metrics(ask: Asker) -> dict[str, float]:
     ],
     ids=str,
 )
-def test_a_client_that_leaves_gives_everything_back(ask: Asker, body: dict[str, Any]) -> None:
+def test_a_client_that_leaves_gives_everything_back(ask: Asker, body: dict[str, Any]) -> None:  # C072
     body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, **body}
     for wait in (0.02, 0.1, 0.2):
         with (
@@ -388,7 +388,7 @@ def test_gauges_fall_when_everybody_leaves_at_once(ask: Asker) -> None:
     assert len(metrics(ask)) <= num_series + 10, "series must not grow with requests"
 
 
-def test_equal_ids_at_the_same_time_get_their_own_text(ask: Asker) -> None:
+def test_equal_ids_at_the_same_time_get_their_own_text(ask: Asker) -> None:  # C100
     prompts = [f"prompt number {i}" for i in range(8)]
     alone = [ask.texts(prompt=prompt, temperature=0)[0] for prompt in prompts]
 
@@ -401,7 +401,7 @@ def test_equal_ids_at_the_same_time_get_their_own_text(ask: Asker) -> None:
     assert asyncio.run(together()) == alone
 
 
-def test_totals_agree_with_usage(ask: Asker) -> None:
+def test_totals_agree_with_usage(ask: Asker) -> None:  # C114
     wait_idle(ask)
     before = metrics(ask)
     usages = [ask.whole(n=3, seed=1)["usage"], ask.whole(prompt=["a", "b"])["usage"]]
@@ -423,7 +423,7 @@ def test_totals_agree_with_usage(ask: Asker) -> None:
     assert all(grown(name) >= 0 for name in before if "_total" in name)
 
 
-def test_a_cached_prefix_shows_in_the_usage(ask: Asker) -> None:
+def test_a_cached_prefix_shows_in_the_usage(ask: Asker) -> None:  # C080
     prompt = "a prefix of some length, long enough for several blocks of sixteen tokens each"
     ask.whole(prompt=prompt, cache_salt="mine")
     again = ask.whole(prompt=prompt, cache_salt="mine")["usage"]
@@ -434,7 +434,7 @@ def test_a_cached_prefix_shows_in_the_usage(ask: Asker) -> None:
     assert ask.whole(prompt=prompt, cache_salt="mine")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_hundreds_at_once_each_get_their_own_answer(ask: Asker) -> None:
+def test_hundreds_at_once_each_get_their_own_answer(ask: Asker) -> None:  # C102
     prompts = [f"{i} things and {i * i} more" for i in range(20)]
     alone = [ask.texts(prompt=prompt, temperature=0)[0] for prompt in prompts]
     assert len(set(alone)) >= 15

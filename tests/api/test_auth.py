@@ -32,7 +32,7 @@ def with_key(key: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_needs_a_key(guarded: Front, method: str, path: str) -> None:
+def test_every_route_needs_a_key(guarded: Front, method: str, path: str) -> None:  # C105
     response = guarded.client.request(method, path, json={} if method == "POST" else None)
     if path in OPEN_PATHS:
         assert response.status_code == 200
@@ -64,7 +64,7 @@ def test_every_route_needs_a_key(guarded: Front, method: str, path: str) -> None
     ],
     ids=str,
 )
-def test_which_headers_carry_a_key(guarded: Front, headers: dict[str, str], status: int) -> None:
+def test_which_headers_carry_a_key(guarded: Front, headers: dict[str, str], status: int) -> None:  # C105
     assert guarded.client.get("/v1/models", headers=headers).status_code == status
 
 
@@ -72,7 +72,7 @@ def test_which_headers_carry_a_key(guarded: Front, headers: dict[str, str], stat
     "path",
     ["//v1/models", "/V1/models", "/v1/../v1/models", "/v1%2fmodels", "/health/../v1/models", "/health/", "/x/health"],
 )
-def test_no_spelling_of_a_path_is_open(guarded: Front, path: str) -> None:
+def test_no_spelling_of_a_path_is_open(guarded: Front, path: str) -> None:  # C105
     # A raw URL: httpx would tidy it up.
     host = httpx.URL(guarded.base_url)
     request = httpx.Request("GET", guarded.base_url)
@@ -88,7 +88,7 @@ def test_keys_of_the_environment_count_too(make_front: FrontFactory, monkeypatch
     assert front.client.get("/v1/models", headers=with_key("from-env,another")).status_code == 401
 
 
-def test_a_preflight_needs_no_key_but_the_call_does(make_front: FrontFactory) -> None:
+def test_a_preflight_needs_no_key_but_the_call_does(make_front: FrontFactory) -> None:  # C099
     front = make_front(api_key=(OTHER_KEY,), allowed_origins=("http://a.example",))
     asked = {
         "Origin": "http://a.example",
@@ -106,7 +106,7 @@ def test_a_preflight_needs_no_key_but_the_call_does(make_front: FrontFactory) ->
     assert "access-control-allow-origin" not in stranger.headers
 
 
-def test_cors_reaches_errors_and_streams_and_never_allows_credentials(make_front: FrontFactory) -> None:
+def test_cors_reaches_errors_and_streams_and_never_allows_credentials(make_front: FrontFactory) -> None:  # C099
     front = make_front(allowed_origins=("*",))
     origin = {"Origin": "http://a.example"}
     for response in (

@@ -77,7 +77,7 @@ def check_good(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("bad", [b"x" * 200_000, b'{"prompt": "a", "n": 0}' + b" " * 200_000, b"{"])
-def test_a_bad_request_does_not_spoil_the_next(connection: Connection, bad: bytes) -> None:
+def test_a_bad_request_does_not_spoil_the_next(connection: Connection, bad: bytes) -> None:  # C104
     for _ in range(3):
         connection.post(bad)
         status, _, body = connection.answer()
@@ -86,7 +86,7 @@ def test_a_bad_request_does_not_spoil_the_next(connection: Connection, bad: byte
         check_good(connection)
 
 
-def test_a_refused_body_that_was_not_read_does_not_either(make_front: FrontFactory) -> None:
+def test_a_refused_body_that_was_not_read_does_not_either(make_front: FrontFactory) -> None:  # C104
     front = make_front(api_key=("k",), max_body_size="100KiB")
     with contextlib.closing(Connection(front)) as connection:
         for _ in range(2):
@@ -131,7 +131,7 @@ def test_chunked_request_body(connection: Connection) -> None:
     check_good(connection)
 
 
-def test_an_offer_of_h2c_is_not_taken(connection: Connection) -> None:
+def test_an_offer_of_h2c_is_not_taken(connection: Connection) -> None:  # C104
     connection.post(GOOD, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
     status, _, body = connection.answer()
     assert status == 200
@@ -156,7 +156,7 @@ def test_an_offer_of_a_websocket_is_not_taken_either(connection: Connection) -> 
     check_good(connection)
 
 
-def test_pipelined_requests_are_answered_in_order(connection: Connection) -> None:
+def test_pipelined_requests_are_answered_in_order(connection: Connection) -> None:  # C104
     connection.send("GET /version HTTP/1.1")
     connection.send("GET /v1/models HTTP/1.1")
     connection.post(GOOD)
@@ -165,7 +165,7 @@ def test_pipelined_requests_are_answered_in_order(connection: Connection) -> Non
     assert b"good" in connection.answer()[2]
 
 
-def test_http_1_0(front: Front) -> None:
+def test_http_1_0(front: Front) -> None:  # C104
     with contextlib.closing(Connection(front)) as connection:
         connection.send("GET /health HTTP/1.0")
         assert connection.answer()[0] == 200

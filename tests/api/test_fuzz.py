@@ -69,7 +69,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests())
-def test_no_body_is_answered_with_a_5xx(front: Front, request_: tuple[str, dict[str, Any]]) -> None:
+def test_no_body_is_answered_with_a_5xx(front: Front, request_: tuple[str, dict[str, Any]]) -> None:  # C096
     path, body = request_
     raw = json.dumps(body).encode()
     response = front.client.post(path, content=raw, headers={"Content-Type": "application/json"})

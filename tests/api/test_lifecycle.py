@@ -80,7 +80,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_whole_life(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_whole_life(tiny_model: Path, tmp_path: Path) -> None:  # C101, C103
     """503 while the model loads, then answers, then SIGTERM: streams finish, the port is free, nobody is left."""
     env = {**os.environ, "PAGEDSERVE_API_KEY": "env-secret"}
     flags = (*FLAGS, "--api-key", "flag-secret", "--log-requests", "--log-level", "debug")
@@ -112,7 +112,7 @@ def test_a_whole_life(tiny_model: Path, tmp_path: Path) -> None:
     assert "secret" not in server.output
 
 
-def test_streams_that_take_too_long_end_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
+def test_streams_that_take_too_long_end_with_an_error(tiny_model: Path, tmp_path: Path) -> None:  # C103
     log = tmp_path / "log"
     with server_process(tiny_model, *FLAGS, "--shutdown-timeout", "0", log=log) as server:
         readers = [Reader(server, n=8) for _ in range(3)]
@@ -126,7 +126,7 @@ def test_streams_that_take_too_long_end_with_an_error(tiny_model: Path, tmp_path
             assert "shutting down" in stream.error["message"]
 
 
-def test_a_second_signal_ends_at_once(server: ServerProcess) -> None:
+def test_a_second_signal_ends_at_once(server: ServerProcess) -> None:  # C103
     reader = Reader(server, n=8)
     assert reader.has_begun.wait(30)
     server.process.send_signal(signal.SIGINT)
@@ -137,7 +137,7 @@ def test_a_second_signal_ends_at_once(server: ServerProcess) -> None:
     assert check_stream(reader.raw, chat=False).error is not None
 
 
-def test_a_stuck_core_and_a_dead_one_are_a_503_and_nobody_waits(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stuck_core_and_a_dead_one_are_a_503_and_nobody_waits(tiny_model: Path, tmp_path: Path) -> None:  # C101
     with (
         server_process(tiny_model, *FLAGS, "--health-timeout", "1", log=tmp_path / "log") as server,
         httpx.Client(base_url=server.base_url, timeout=30) as client,
@@ -166,7 +166,7 @@ def test_a_stuck_core_and_a_dead_one_are_a_503_and_nobody_waits(tiny_model: Path
         assert server.terminate() == 0
 
 
-def test_the_core_ends_with_its_parent(server: ServerProcess) -> None:
+def test_the_core_ends_with_its_parent(server: ServerProcess) -> None:  # C103
     descendants = children(server)
     server.kill()
     wait_for(lambda: not any(map(lives, descendants)))
@@ -182,7 +182,7 @@ def _health(client: httpx.Client, statuses: set[int]) -> int:
     return status
 
 
-def test_sigterm_while_the_model_loads(tiny_model: Path, tmp_path: Path) -> None:
+def test_sigterm_while_the_model_loads(tiny_model: Path, tmp_path: Path) -> None:  # C103
     server = ServerProcess(tiny_model, *FLAGS, log=tmp_path / "log")
     try:
         wait_for(lambda: _answers(server), seconds=60)
@@ -225,7 +225,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert str(tmp_path / "nothing") in done.stderr
 
 
-def test_a_broken_model_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_broken_model_is_one_line(tiny_model: Path, tmp_path: Path) -> None:  # C088
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in tiny_model.iterdir():

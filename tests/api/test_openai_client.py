@@ -75,7 +75,7 @@ def test_n_choices(client: openai.OpenAI) -> None:
     assert list(streamed.values()) == texts
 
 
-def test_logprobs_of_chat(client: openai.OpenAI) -> None:
+def test_logprobs_of_chat(client: openai.OpenAI) -> None:  # C020, C026
     fixed = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "temperature": 0, "logprobs": True}
     for k in (0, 1, 5, 20):
         choice = client.chat.completions.create(**fixed, top_logprobs=k).choices[0]
@@ -123,7 +123,7 @@ def test_logprobs_of_completions(client: openai.OpenAI) -> None:
 )
 def test_errors_are_the_right_exceptions(
     client: openai.OpenAI, body: dict[str, object], kind: type[openai.APIStatusError], status: int
-) -> None:
+) -> None:  # C096
     body = {"model": "tiny", "messages": MESSAGES, **body}
     for stream in (False, True):
         with pytest.raises(kind) as caught:
@@ -134,7 +134,7 @@ def test_errors_are_the_right_exceptions(
         assert caught.value.request_id
 
 
-def test_context_length(client: openai.OpenAI) -> None:
+def test_context_length(client: openai.OpenAI) -> None:  # C016
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=512)
     assert caught.value.code == "context_length_exceeded"

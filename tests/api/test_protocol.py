@@ -124,7 +124,7 @@ def test_template_variables_reach_the_template(front: Front) -> None:
     assert front.chat(**body).json()["choices"][0]["message"]["content"] == "good high"
 
 
-def test_a_template_that_refuses_is_a_400(front: Front) -> None:
+def test_a_template_that_refuses_is_a_400(front: Front) -> None:  # C064, C065
     source = "{{ raise_exception('no system role here') }}"
     front.engine.chat_template = type(front.engine.chat_template)({"default": source})
     for stream in (False, True):

@@ -14,7 +14,7 @@ from tests.helpers.streams import check_error
 @pytest.mark.parametrize(
     "path", ["/health", "/ready", "/version", "/v1/models", "/v1/models/fake", "/metrics", "/docs"]
 )
-def test_get_and_head(front: Front, path: str) -> None:
+def test_get_and_head(front: Front, path: str) -> None:  # C099
     assert front.client.get(path).status_code == 200
     head = front.client.head(path)
     assert head.status_code == 200
@@ -24,7 +24,7 @@ def test_get_and_head(front: Front, path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/nothing", "/v1", "/v1/models/", "/v1/completions/", "//v1/completions", "/v1/models/x/y", "/V1/models"]
 )
-def test_unknown_paths_are_a_404(front: Front, path: str) -> None:
+def test_unknown_paths_are_a_404(front: Front, path: str) -> None:  # C099
     check_error(front.client.get(front.base_url + path), 404)
 
 
@@ -39,13 +39,13 @@ def test_unknown_paths_are_a_404(front: Front, path: str) -> None:
         ("OPTIONS", "/v1/models", {"GET", "HEAD"}),
     ],
 )
-def test_wrong_methods_are_told_the_right_ones(front: Front, method: str, path: str, allow: set[str]) -> None:
+def test_wrong_methods_are_told_the_right_ones(front: Front, method: str, path: str, allow: set[str]) -> None:  # C099
     response = front.client.request(method, path)
     check_error(response, 405)
     assert {name.strip() for name in response.headers["allow"].split(",")} == allow
 
 
-def test_models_lists_every_name(make_front: FrontFactory) -> None:
+def test_models_lists_every_name(make_front: FrontFactory) -> None:  # C098
     front = make_front(names=("org/big", "alias"))
     cards = front.client.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["org/big", "alias"]
@@ -108,7 +108,7 @@ def test_a_dead_engine_is_a_503(make_front: FrontFactory) -> None:
     [("abc-1.2_3", True), ("a" * 128, True), ("a" * 129, False), ("x" * 60_000, False), ("a b", False), ("é", False)],
     ids=lambda value: str(value)[:12],
 )
-def test_request_ids_are_echoed_where_harmless(front: Front, sent: str, is_echoed: bool) -> None:
+def test_request_ids_are_echoed_where_harmless(front: Front, sent: str, is_echoed: bool) -> None:  # C100
     response = front.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": sent.encode()})
     assert response.status_code == 200
     echoed = response.headers["x-request-id"]
@@ -124,7 +124,7 @@ def test_ids_of_answers(front: Front) -> None:
     assert front.complete().json()["id"] != front.complete().json()["id"]
 
 
-def test_equal_request_ids_do_not_meet_in_the_engine(front: Front) -> None:
+def test_equal_request_ids_do_not_meet_in_the_engine(front: Front) -> None:  # C100
     front.engine.seen.clear()
     for _ in range(2):
         assert front.complete(request_id="same", prompt=["a", "b"]).status_code == 200
@@ -133,7 +133,7 @@ def test_equal_request_ids_do_not_meet_in_the_engine(front: Front) -> None:
     assert all(name.startswith("same") for name in ids)
 
 
-def test_tokenize_and_detokenize(front: Front) -> None:
+def test_tokenize_and_detokenize(front: Front) -> None:  # C067
     answer = front.client.post("/tokenize", json={"prompt": "the thing", "return_token_strs": True}).json()
     tokenizer = front.engine.tokenizer
     assert answer["tokens"] == tokenizer.encode("the thing")
@@ -150,12 +150,12 @@ def test_tokenize_and_detokenize(front: Front) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[-1], [320], [2**40], [2**70], ["a"], [1.5], [True], "x", None, {}])
-def test_detokenize_refuses_what_is_no_id(front: Front, tokens: object) -> None:
+def test_detokenize_refuses_what_is_no_id(front: Front, tokens: object) -> None:  # C067, C071
     check_error(front.client.post("/detokenize", json={"tokens": tokens}), 400, param="tokens")
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, {"messages": []}, {"prompt": 5}])
-def test_tokenize_refuses(front: Front, body: dict[str, object]) -> None:
+def test_tokenize_refuses(front: Front, body: dict[str, object]) -> None:  # C067
     check_error(front.client.post("/tokenize", json=body), 400)
 
 
@@ -163,7 +163,7 @@ def test_reset_prefix_cache(front: Front) -> None:
     assert front.client.post("/reset_prefix_cache").json() == {"reset": True}
 
 
-def test_metrics_parse_and_count_requests(make_front: FrontFactory) -> None:
+def test_metrics_parse_and_count_requests(make_front: FrontFactory) -> None:  # C115
     front = make_front(names=('we"ird\\name\n',))
     for _ in range(3):
         front.complete()

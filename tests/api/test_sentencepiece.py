@@ -45,7 +45,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("start", ANSWERS)
 @pytest.mark.parametrize("text", ["Say", "", "the a"])
-def test_text_goes_on_where_the_prompt_ended(client: httpx.Client, text: str, start: str) -> None:
+def test_text_goes_on_where_the_prompt_ended(client: httpx.Client, text: str, start: str) -> None:  # C004
     body = {"prompt": text + start, "max_tokens": 10, "temperature": 0, "return_token_ids": True}
     [choice] = strict_json(client.post("/v1/completions", json=body).content)["choices"]
     prompt, output = choice["prompt_token_ids"], [t for t in choice["token_ids"] if t != EOS_ID]

@@ -29,7 +29,7 @@ def wait_idle(front: Front, seconds: float = 5.0) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("text", ["hello", "žluťoučký 🦜 👩‍👩‍👧‍👦", "x", 'quote " and \\ and \u2028 \x01'])
-def test_streams_add_up_to_the_whole_answer(front: Front, text: str, n: int) -> None:
+def test_streams_add_up_to_the_whole_answer(front: Front, text: str, n: int) -> None:  # C044, C046
     body = {"n": n, "max_tokens": 200}
     whole = front.complete(prompt=f"say {text}", **body).json()
     stream = check_stream(
@@ -49,7 +49,7 @@ def test_streams_add_up_to_the_whole_answer(front: Front, text: str, n: int) -> 
     assert {choice.finish_reason for choice in stream.choices.values()} == {"stop"}
 
 
-def test_lists_of_prompts_keep_their_numbers(front: Front) -> None:
+def test_lists_of_prompts_keep_their_numbers(front: Front) -> None:  # C045
     prompts = ["say one", "say two two", "say 3"]
     whole = front.complete(prompt=prompts, n=2, echo=True).json()
     assert [choice["index"] for choice in whole["choices"]] == list(range(6))
@@ -65,12 +65,12 @@ def test_lists_of_prompts_keep_their_numbers(front: Front) -> None:
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}])
-def test_no_usage_unless_asked_for(front: Front, options: dict[str, object] | None) -> None:
+def test_no_usage_unless_asked_for(front: Front, options: dict[str, object] | None) -> None:  # C043
     stream = check_stream(front.chat(stream=True, stream_options=options).content, chat=True)
     assert not any("usage" in chunk for chunk in stream.chunks)
 
 
-def test_usage_on_every_chunk(front: Front) -> None:
+def test_usage_on_every_chunk(front: Front) -> None:  # C043
     options = {"include_usage": True, "continuous_usage_stats": True}
     for response, chat in (
         (front.complete(stream=True, stream_options=options), False),
@@ -83,7 +83,7 @@ def test_usage_on_every_chunk(front: Front) -> None:
         assert all(chunk["usage"]["prompt_tokens"] == stream.usage["prompt_tokens"] for chunk in stream.chunks)
 
 
-def test_usage_is_null_on_the_other_chunks(front: Front) -> None:
+def test_usage_is_null_on_the_other_chunks(front: Front) -> None:  # C043
     stream = check_stream(front.complete(stream=True, stream_options=USAGE).content, chat=False)
     assert [chunk["usage"] for chunk in stream.chunks[:-1]] == [None] * (len(stream.chunks) - 1)
 
@@ -110,6 +110,7 @@ ERRORS = [
 @pytest.mark.parametrize(("kind", "status"), ERRORS)
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_errors_before_the_first_token_have_their_status(front: Front, kind: str, status: int, prompts: int) -> None:
+    # C096
     for is_stream in (False, True):
         prompt = f"fail {kind} 0" if prompts == 1 else ["say hi", f"fail {kind} 0"]
         if prompts == 2 and is_stream:
@@ -123,7 +124,7 @@ def test_errors_before_the_first_token_have_their_status(front: Front, kind: str
 
 
 @pytest.mark.parametrize(("kind", "status"), ERRORS)
-def test_errors_after_it_are_an_event(front: Front, kind: str, status: int) -> None:
+def test_errors_after_it_are_an_event(front: Front, kind: str, status: int) -> None:  # C047
     check_error(front.complete(prompt=f"fail {kind} 3"), status)
     for is_chat in (False, True):
         command = f"fail {kind} 3"
@@ -220,7 +221,7 @@ def test_shutdown_ends_what_runs_with_an_error(make_front: FrontFactory) -> None
     wait_idle(front)
 
 
-def test_a_thousand_streams_at_once(front: Front) -> None:
+def test_a_thousand_streams_at_once(front: Front) -> None:  # C102
     url = httpx.URL(front.base_url)
 
     async def one(i: int) -> None:

@@ -69,7 +69,7 @@ def asked(scripted: ServerProcess) -> Iterator[Scripted]:
 
 
 @pytest.mark.parametrize("way", ["complete", "chat"])
-def test_characters_of_many_tokens_come_whole(asked: Scripted, way: str) -> None:
+def test_characters_of_many_tokens_come_whole(asked: Scripted, way: str) -> None:  # C001
     choice = getattr(asked, way)("characters")
     assert choice["text"] == "a🦜é汉👩‍👩‍👧‍👦🇺🇳 z"
     assert choice["finish_reason"] == "stop"
@@ -77,14 +77,14 @@ def test_characters_of_many_tokens_come_whole(asked: Scripted, way: str) -> None
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_an_output_cut_within_a_character(asked: Scripted, num_bytes: int, logprobs: int | None) -> None:
+def test_an_output_cut_within_a_character(asked: Scripted, num_bytes: int, logprobs: int | None) -> None:  # C002
     choice = asked.complete("parrot", max_tokens=2 + num_bytes, logprobs=logprobs)
     assert choice["text"] in ("ok", "ok\ufffd")
     assert choice["finish_reason"] == "length"
     assert choice["usage"]["completion_tokens"] == 2 + num_bytes
 
 
-def test_bytes_that_are_no_characters(asked: Scripted) -> None:
+def test_bytes_that_are_no_characters(asked: Scripted) -> None:  # C003
     text = asked.complete("broken")["text"]
     assert [char for char in text if char != "\ufffd"] == list("ABCDE")
     expected = b"A\xffB\xc0\x80C\xed\xa0\x80D\x80\x80\x80\x80E".decode("utf-8", "replace")
@@ -102,7 +102,7 @@ def test_bytes_that_are_no_characters(asked: Scripted) -> None:
         ("held", ["d w"], "en"),
     ],
 )
-def test_stop_strings_never_show(asked: Scripted, way: str, name: str, stop: Any, text: str) -> None:
+def test_stop_strings_never_show(asked: Scripted, way: str, name: str, stop: Any, text: str) -> None:  # C006
     choice = getattr(asked, way)(name, stop=stop)
     assert choice["text"] == text
     assert choice["finish_reason"] == "stop"
@@ -114,21 +114,21 @@ def test_stop_strings_never_show(asked: Scripted, way: str, name: str, stop: Any
 
 
 @pytest.mark.parametrize(("stop", "text"), [("hin", "the t"), ("e t", "th"), ("ing t", "the th"), ("h", "t")])
-def test_stop_strings_inside_tokens(asked: Scripted, stop: str, text: str) -> None:
+def test_stop_strings_inside_tokens(asked: Scripted, stop: str, text: str) -> None:  # C006
     choice = asked.complete("thing", stop=[stop])
     assert choice["text"] == text
     assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(("include", "text"), [(True, "foo END"), (False, "foo ")])
-def test_the_stop_string_shows_where_asked_for(asked: Scripted, include: bool, text: str) -> None:
+def test_the_stop_string_shows_where_asked_for(asked: Scripted, include: bool, text: str) -> None:  # C007
     choice = asked.complete("foo", stop=["END"], include_stop_str_in_output=include)
     assert choice["text"] == text
     assert choice["stop_reason"] == "END"
 
 
 @pytest.mark.parametrize("way", ["complete", "chat"])
-def test_text_held_back_for_a_stop_is_released(asked: Scripted, way: str) -> None:
+def test_text_held_back_for_a_stop_is_released(asked: Scripted, way: str) -> None:  # C008
     choice = getattr(asked, way)("held", stop=["STOP!!!!!!!!"])
     assert choice["text"] == "end with STO"
     assert choice["finish_reason"] == "stop"
@@ -137,7 +137,7 @@ def test_text_held_back_for_a_stop_is_released(asked: Scripted, way: str) -> Non
     assert cut["finish_reason"] == "length"
 
 
-def test_a_stop_in_the_first_token(asked: Scripted) -> None:
+def test_a_stop_in_the_first_token(asked: Scripted) -> None:  # C009
     choice = asked.complete("first", stop=["\n"], logprobs=1)
     assert choice["text"] == ""
     assert choice["finish_reason"] == "stop"
@@ -150,7 +150,7 @@ def test_a_stop_in_the_first_token(asked: Scripted) -> None:
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("include", [True, False])
-def test_a_special_stop_token_cuts_no_text(asked: Scripted, skip: bool, include: bool) -> None:
+def test_a_special_stop_token_cuts_no_text(asked: Scripted, skip: bool, include: bool) -> None:  # C011
     choice = asked.complete(
         "special", stop_token_ids=[IM_START_ID], skip_special_tokens=skip, include_stop_str_in_output=include
     )
@@ -165,7 +165,7 @@ def test_skip_special_tokens(asked: Scripted) -> None:
     assert asked.complete("special", skip_special_tokens=False)["text"] == "hello world<|im_start|>more"
 
 
-def test_min_tokens_holds_back_stop_strings(asked: Scripted) -> None:
+def test_min_tokens_holds_back_stop_strings(asked: Scripted) -> None:  # C012
     assert asked.complete("twice", stop=[";"])["text"] == "a"
     choice = asked.complete("twice", stop=[";"], min_tokens=4)
     assert choice["text"] == "a;bcdef"
@@ -175,13 +175,13 @@ def test_min_tokens_holds_back_stop_strings(asked: Scripted) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17])
-def test_ignore_eos_gives_exactly_max_tokens(asked: Scripted, max_tokens: int) -> None:
+def test_ignore_eos_gives_exactly_max_tokens(asked: Scripted, max_tokens: int) -> None:  # C013
     choice = asked.complete("parrot", ignore_eos=True, max_tokens=max_tokens)
     assert choice["usage"]["completion_tokens"] == max_tokens
     assert choice["finish_reason"] == "length"
 
 
-def test_max_tokens_zero(asked: Scripted) -> None:
+def test_max_tokens_zero(asked: Scripted) -> None:  # C014
     choice = asked.complete("first", max_tokens=0, echo=True, logprobs=1)
     assert choice["text"] == ""  # the prompt is BOS alone, which does not show
     assert choice["usage"]["completion_tokens"] == 0
@@ -193,7 +193,7 @@ def test_max_tokens_zero(asked: Scripted) -> None:
         check_error(asked.client.post("/v1/chat/completions", json=body), 400, param=name)
 
 
-def test_defaults_of_max_tokens(asked: Scripted) -> None:
+def test_defaults_of_max_tokens(asked: Scripted) -> None:  # C015, C017
     assert asked.complete("characters", max_tokens=None)["usage"]["completion_tokens"] == 16
     assert asked.chat("characters", max_tokens=None)["text"] == "a🦜é汉👩‍👩‍👧‍👦🇺🇳 z"
     choice = asked.chat("characters", max_tokens=3, max_completion_tokens=5)

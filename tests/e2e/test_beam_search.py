@@ -71,7 +71,7 @@ def expected_beams(reference: LlamaForCausalLM, prompt: list[int], asked: Sampli
 @pytest.mark.parametrize(("width", "length_penalty", "early_stopping"), SETTINGS)
 def test_beams_are_those_of_transformers(
     llm: LLM, reference: LlamaForCausalLM, width: int, length_penalty: float, early_stopping: bool | str
-) -> None:
+) -> None:  # C040
     asked = params(width, length_penalty, early_stopping)
     outputs = llm.generate(PROMPTS, asked, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -84,7 +84,7 @@ def test_beams_are_those_of_transformers(
 @pytest.mark.parametrize("settings", [{}, {"num_device_blocks": 20, "preemption_mode": "swap", "watermark": 0.0}])
 def test_eight_searches_at_once_give_what_each_gives_alone(
     model: Path, reference: LlamaForCausalLM, settings: dict[str, object]
-) -> None:
+) -> None:  # C040
     prompts = [[(i * 7 + t * 3) % 300 + 5 for t in range(3 + 5 * i)] for i in range(8)]
     asked = [params(2 + i % 3, 1.0, False) for i in range(8)]
     with LLM(str(model), **{"num_device_blocks": 200, "num_threads": 1, **settings}) as llm:

@@ -98,7 +98,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 def test_greedy_tokens_equal_transformers(
     model: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]
-) -> None:
+) -> None:  # C083
     answers, _ = run(model, prompts, GREEDY, **settings)
     assert first_choices(answers) == expected
 
@@ -123,7 +123,7 @@ PREEMPTION: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", PREEMPTION.values(), ids=PREEMPTION)
 def test_preemption_changes_no_token(
     model: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]
-) -> None:
+) -> None:  # C073
     answers, stats = run(model, prompts, GREEDY, **settings)
     assert first_choices(answers) == expected
     assert stats.num_preemptions > 0
@@ -136,7 +136,7 @@ def test_preemption_changes_no_token(
 @pytest.mark.parametrize("params", [SEEDED, BEAM], ids=["seeded n=4", "beam=4"])
 def test_preemption_changes_no_choice(
     model: Path, prompts: list[list[int]], params: SamplingParams, settings: dict[str, Any]
-) -> None:
+) -> None:  # C077
     short = [prompt for prompt in prompts if len(prompt) <= 33]
     roomy, _ = run(model, short, params)
     tight, stats = run(model, short, params, **{**settings, "num_device_blocks": 11})
@@ -144,7 +144,7 @@ def test_preemption_changes_no_choice(
     assert stats.num_preemptions > 0
 
 
-def test_neighbours_change_nothing(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_neighbours_change_nothing(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:  # C037
     rng = random.Random(1)
     strangers = [[rng.randrange(4, 320) for _ in range(rng.randrange(1, 60))] for _ in range(32)]
     with load(model) as llm:
@@ -165,6 +165,7 @@ def test_neighbours_change_nothing(model: Path, prompts: list[list[int]], expect
 
 
 def test_a_cached_prefix_changes_nothing(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    # C082
     with load(model) as llm:
         cold = llm.generate(prompts, GREEDY, use_tqdm=False)
         warm = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -190,7 +191,7 @@ def test_choices_do_not_depend_on_how_they_are_computed(
     assert run(model, prompts, params)[0] == run(model, prompts, params, **settings)[0]
 
 
-def test_logprobs_survive_chunks_and_preemption(model: Path, prompts: list[list[int]]) -> None:
+def test_logprobs_survive_chunks_and_preemption(model: Path, prompts: list[list[int]]) -> None:  # C024
     params = GREEDY.with_(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2, frequency_penalty=0.5)
 
     def told(**settings: Any) -> tuple[list[list[int]], list[float]]:

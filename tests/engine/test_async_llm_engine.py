@@ -170,7 +170,7 @@ async def test_the_core_answers_calls(engine: AsyncLLMEngine) -> None:
 # -- the end of requests ----------------------------------------------------------------------------------------------
 
 
-async def test_a_request_may_be_cancelled_in_every_phase(engine: AsyncLLMEngine) -> None:
+async def test_a_request_may_be_cancelled_in_every_phase(engine: AsyncLLMEngine) -> None:  # C072
     long_prompt = [5 + i % 200 for i in range(400)]
 
     async def first_output(prompt: Any, params: SamplingParams) -> None:
@@ -212,6 +212,7 @@ async def test_a_request_may_be_cancelled_in_every_phase(engine: AsyncLLMEngine)
 
 
 async def test_gauges_fall_when_all_clients_leave_at_once(engine: AsyncLLMEngine, metrics: EngineMetrics) -> None:
+    # C113
     tasks = [asyncio.create_task(collect(engine.generate(f"{i}", LONG))) for i in range(12)]
     await until(lambda: engine.stats.num_running == 4 and engine.stats.num_waiting == 8)
     for task in tasks:
@@ -266,7 +267,7 @@ async def test_a_full_queue_refuses_and_recovers(tiny_model: Path) -> None:
         await assert_idle(engine)
 
 
-async def test_random_cancels_end_with_every_block_free(tiny_model: Path) -> None:
+async def test_random_cancels_end_with_every_block_free(tiny_model: Path) -> None:  # C072, C079
     rng = random.Random(3)
     async with started(tiny_model, num_device_blocks=24, max_num_seqs=8, max_num_batched_tokens=32) as engine:
         alone = await ids_of(engine, "canary")

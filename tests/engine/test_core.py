@@ -142,7 +142,7 @@ def test_a_request_comes_back_as_tokens_and_one_end(bench: Bench) -> None:
 
 def test_a_step_that_fails_costs_its_requests_and_nobody_else(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+) -> None:  # C047
     bench = Bench(tiny_model, max_num_seqs=1)
     undisturbed = bench.add()
     bench.run()
@@ -172,7 +172,7 @@ def test_steps_that_fail_now_and_then_do_not_end_the_core(bench: Bench) -> None:
     bench.assert_idle()
 
 
-def test_a_worker_that_is_broken_for_good_ends_the_core(bench: Bench) -> None:
+def test_a_worker_that_is_broken_for_good_ends_the_core(bench: Bench) -> None:  # C101
     bench.executor.num_faults = MAX_FAILED_STEPS
     for _ in range(MAX_FAILED_STEPS - 1):
         bench.add()

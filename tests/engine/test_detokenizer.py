@@ -294,7 +294,7 @@ def reference_stop(text, stops, include):
     st.booleans(),
 )
 @settings(deadline=None, max_examples=250)
-def test_any_split_finds_what_the_whole_text_has(pieces, stops, include):
+def test_any_split_finds_what_the_whole_text_has(pieces, stops, include):  # C006
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include)
     delivered, num_pieces, matched = run_checker(params, pieces)
     expected, stop = reference_stop("".join(pieces), stops, include)
@@ -340,7 +340,7 @@ def test_text_stream_equals_text_cut_at_the_stop(text, stops, lengths):
 
 
 def test_many_long_stops_that_nearly_match_do_not_slow_down_the_stream():
-    """Work is linear in the text: the number of steps, not the time, is what is counted here."""
+    """Work is linear in the text: the number of steps, not the time, is what is counted here (C010)."""
     stops = tuple("a" * n + "b" for n in range(4080, 4096))
     checker = StopChecker(SamplingParams(stop=stops))
     steps = 0

@@ -83,7 +83,7 @@ def test_gguf_of_a_sentencepiece_model(tmp_path):
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_gguf_flags_decide_on_bos(tmp_path, add_bos):
+def test_gguf_flags_decide_on_bos(tmp_path, add_bos):  # C091
     spm = load_tokenizer(write_gguf_vocabulary(tmp_path, spm_vocabulary(spm_pieces(), add_bos=add_bos)), tmp_path)
     assert (spm.encode("hello")[0] == 1) is add_bos
     vocabulary = byte_level_vocabulary(byte_level_backend(), add_bos=add_bos)

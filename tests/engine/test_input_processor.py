@@ -107,6 +107,7 @@ def test_the_last_id_of_the_model_may_stand_in_a_prompt(processor: InputProcesso
 
 
 def test_an_empty_text_is_served_where_the_tokenizer_begins_with_bos(processor: InputProcessor, tmp_path: Path) -> None:
+    # C070
     assert request(processor, "").prompt_token_ids == [BOS_ID]
     write_tokenizer(tmp_path, add_bos=False)
     files = model_files(tmp_path)
@@ -173,7 +174,7 @@ def test_what_does_not_fit_the_context_is_refused_with_the_numbers(
     assert numbers == set(re.findall(r"\d+", str(caught.value)))
 
 
-def test_a_hopelessly_long_text_is_refused_before_it_is_tokenized(processor: InputProcessor) -> None:
+def test_a_hopelessly_long_text_is_refused_before_it_is_tokenized(processor: InputProcessor) -> None:  # C107
     with pytest.raises(ContextLengthError, match="100000"):
         request(processor, "x" * 100_000)
 
@@ -210,7 +211,7 @@ def test_more_choices_than_run_at_once_are_refused(
 
 def test_bad_words_are_banned_in_every_form_that_a_text_may_give_them(
     processor: InputProcessor, tokenizer: Tokenizer
-) -> None:
+) -> None:  # C034
     forms = request(processor, bad_words=("the moon",)).sampling_params.bad_words_token_ids
     bare = tuple(tokenizer.encode("the moon", add_special_tokens=False))
     spaced = tuple(tokenizer.encode(" the moon", add_special_tokens=False))
@@ -258,6 +259,7 @@ def test_priorities_are_small_integers(processor: InputProcessor, priority: Any)
 
 
 async def test_a_long_text_is_tokenized_off_the_loop_to_the_same_ids(tokenizer: Tokenizer, files: ModelFiles) -> None:
+    # C107
     processor = make(tokenizer, files, max_model_len=100_000, num_blocks=10_000)
     text = "the moon is here " * (INLINE_TEXT_LENGTH // 8)
     ticks = 0
@@ -283,7 +285,7 @@ def test_every_eos_id_of_the_model_counts(files: ModelFiles, tokenizer: Tokenize
     assert eos_ids(model_files(files.path, eos_token_id=None), tokenizer) == (IM_END_ID, EOS_ID)
 
 
-def test_defaults_of_the_generation_config_are_taken_unless_ignored(files: ModelFiles) -> None:
+def test_defaults_of_the_generation_config_are_taken_unless_ignored(files: ModelFiles) -> None:  # C041
     with_defaults = model_files(
         files.path, temperature=0.2, top_k=1, repetition_penalty=1.1, top_p=1.0, max_new_tokens=99, do_sample=True
     )

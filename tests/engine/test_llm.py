@@ -88,7 +88,7 @@ def test_one_prompt_as_text_or_ids_gives_one_result(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_a_mistake_in_one_item_is_raised_before_anything_runs(llm: LLM) -> None:
+def test_a_mistake_in_one_item_is_raised_before_anything_runs(llm: LLM) -> None:  # C018
     steps = llm.engine.client.core.scheduler.stats().num_steps
     with pytest.raises(ContextLengthError) as caught:
         llm.generate(["short", "x" * 5000, "short"], GREEDY, use_tqdm=False)

@@ -56,7 +56,7 @@ def test_an_unwritable_cache_is_no_obstacle(tmp_path):
 
 @given(st.text())
 @settings(deadline=None)
-def test_byte_level_round_trip(byte_level, text):
+def test_byte_level_round_trip(byte_level, text):  # C067
     ids = byte_level.encode(text, add_special_tokens=False)
     assert byte_level.decode(ids, skip_special_tokens=False) == text
 

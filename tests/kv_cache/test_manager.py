@@ -91,7 +91,7 @@ def test_close_gives_everything_back() -> None:
 
 @pytest.mark.parametrize("prompt_len", [7, 8, 9])
 @pytest.mark.parametrize("num_children", [1, 2, 4])
-def test_forks_share_all_blocks_and_copy_only_a_partial_last_one(prompt_len: int, num_children: int) -> None:
+def test_forks_share_all_blocks_and_copy_only_a_partial_last_one(prompt_len: int, num_children: int) -> None:  # C079
     manager = make_manager()
     parent = open_sequence(manager, list(range(prompt_len)))
     compute(manager, parent)
@@ -216,7 +216,7 @@ def test_output_is_found_as_a_prefix_too() -> None:
     assert manager.take_prefix(follow_up) == 8
 
 
-def test_adapter_and_salt_keep_prefixes_apart() -> None:
+def test_adapter_and_salt_keep_prefixes_apart() -> None:  # C080
     manager = make_manager(64)
     keys = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}, {"adapter": "x"}, {"adapter": "x", "cache_salt": "x"}]
     for options in keys:

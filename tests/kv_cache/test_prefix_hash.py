@@ -41,7 +41,7 @@ def test_growing_piece_by_piece_gives_the_digests_of_the_whole() -> None:
     assert grown == digests(token_ids)
 
 
-def test_adapter_salt_and_block_size_are_part_of_the_content() -> None:
+def test_adapter_salt_and_block_size_are_part_of_the_content() -> None:  # C081
     keys = [None, "", "1", "a", "b", "\x00", "\ud800"]
     roots = [root_digest(size, adapter, salt) for size, adapter, salt in itertools.product((4, 8), keys, keys)]
     assert len(set(roots)) == len(roots)

@@ -97,7 +97,7 @@ def rope_of(fields: dict[str, Any], head_dim: int = HEAD_DIM) -> RopeConfig:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_angles_equal_transformers_and_the_length_is_derived(name: str) -> None:
+def test_angles_equal_transformers_and_the_length_is_derived(name: str) -> None:  # C090
     fields, max_model_len = CASES[name]
     rope = rope_of(fields)
     assert rope.max_model_len == max_model_len

@@ -73,7 +73,7 @@ def reference_logits(folder: Path, token_ids: list[int], dtype: torch.dtype = to
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_transformers_at_every_position_and_chunk_size(tmp_path: Path, name: str) -> None:
+def test_logits_equal_transformers_at_every_position_and_chunk_size(tmp_path: Path, name: str) -> None:  # C089
     folder = tiny_llama(tmp_path, tokenizer=False, **VARIANTS[name])
     expected = reference_logits(folder, PROMPT)
     for chunk in (1, 7, 16):
@@ -103,7 +103,7 @@ LONG_VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LONG_VARIANTS)
-def test_logits_equal_transformers_up_to_the_last_position(tmp_path: Path, name: str) -> None:
+def test_logits_equal_transformers_up_to_the_last_position(tmp_path: Path, name: str) -> None:  # C090
     folder = tiny_llama(tmp_path, tokenizer=False, **LONG_VARIANTS[name])
     paged = PagedModel(folder)
     assert paged.model.max_model_len == 192
@@ -203,7 +203,7 @@ def test_a_shorter_table_serves_the_same_numbers(tmp_path: Path) -> None:
         ({"quantization_config": "awq"}, "quantised with 'awq'"),
     ],
 )
-def test_a_wrong_config_is_named(fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_config_is_named(fields: dict[str, Any], message: str) -> None:  # C089
     with pytest.raises(ModelLoadError, match=message):
         LlamaConfig.from_hf(llama_config(**fields))
 
@@ -224,7 +224,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) ->
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
-def test_a_longer_length_than_the_model_reaches_is_refused() -> None:
+def test_a_longer_length_than_the_model_reaches_is_refused() -> None:  # C090
     config = LlamaConfig.from_hf(
         llama_config(max_position_embeddings=64, rope_scaling={"type": "linear", "factor": 2.0})
     )

@@ -73,7 +73,7 @@ def test_what_transformers_saves_is_what_we_load(tmp_path: Path, architecture: s
 
 
 @pytest.mark.parametrize("has_head", [False, True])
-def test_a_tied_model_uses_a_head_of_its_own_where_the_file_has_one(tmp_path: Path, has_head: bool) -> None:
+def test_a_tied_model_uses_a_head_of_its_own_where_the_file_has_one(tmp_path: Path, has_head: bool) -> None:  # C087
     tensors = random_tensors(llama_config())
     if not has_head:
         del tensors["lm_head.weight"]
@@ -97,7 +97,7 @@ def test_rotary_buffers_of_old_exporters_are_ignored(tmp_path: Path) -> None:
     same(logits_of(folder), reference_logits(folder))
 
 
-def test_an_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_an_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:  # C087
     tensors = random_tensors(llama_config())
     del tensors["lm_head.weight"]
     folder = write_checkpoint(tmp_path, llama_config(), tensors, tokenizer=False)
@@ -109,7 +109,7 @@ def test_an_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
 )
-def test_a_missing_tensor_is_named(tmp_path: Path, name: str, num_shards: int) -> None:
+def test_a_missing_tensor_is_named(tmp_path: Path, name: str, num_shards: int) -> None:  # C088
     tensors = random_tensors(llama_config())
     del tensors[name]
     folder = write_checkpoint(tmp_path, llama_config(), tensors, tokenizer=False, num_shards=num_shards)
@@ -160,7 +160,7 @@ def test_a_transposed_square_matrix_of_the_wrong_rank_is_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.999])
-def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, keep: float) -> None:
+def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, keep: float) -> None:  # C088
     folder = tiny_llama(tmp_path, tokenizer=False, num_shards=3)
     shard = folder / "model-00002-of-00003.safetensors"
     data = shard.read_bytes()
@@ -169,7 +169,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, keep: float) -> None
         PagedModel(folder)
 
 
-def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:  # C088
     folder = tiny_llama(tmp_path, tokenizer=False, num_shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"model-00002-of-00003\.safetensors"):
@@ -236,7 +236,7 @@ def gguf_and_truth(tmp_path: Path, quant: str, **changes: Any) -> tuple[Path, Pa
 
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_gguf_equals_transformers_on_the_dequantised_weights(tmp_path: Path, quant: str, tied: bool) -> None:
+def test_gguf_equals_transformers_on_the_dequantised_weights(tmp_path: Path, quant: str, tied: bool) -> None:  # C091
     path, folder = gguf_and_truth(tmp_path, quant, tie_word_embeddings=tied)
     same(logits_of(path), reference_logits(folder))
 
@@ -247,7 +247,7 @@ def test_gguf_with_a_vocabulary_of_517_and_a_head_dim_of_its_own(tmp_path: Path)
 
 
 def test_gguf_rope_factors_are_applied(tmp_path: Path) -> None:
-    """The converter writes Llama 3's rule as one divisor a frequency."""
+    """The converter writes Llama 3's rule as one divisor a frequency (C091)."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 32
     config = llama_config(rope_scaling=scaling)

@@ -28,7 +28,7 @@ def test_a_step_grants_what_is_uncomputed_up_to_the_budget() -> None:
     assert [driver.step().num_scheduled for _ in range(5)] == [[10], [10], [5], [1], [1]]
 
 
-def test_nothing_is_reported_before_the_prompt_is_computed() -> None:
+def test_nothing_is_reported_before_the_prompt_is_computed() -> None:  # C083
     driver = make_driver(max_num_batched_tokens=10)
     request = make_request(25, max_tokens=3)
     driver.add(request)

@@ -119,7 +119,7 @@ def test_a_sequence_is_sampled_only_when_all_its_tokens_are_computed(checkpoint:
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["forked", "sent beside the parent"])
 @pytest.mark.parametrize("prompt_len", [5, 8])
-def test_choices_share_the_prompt_and_copy_on_write(checkpoint: Path, prompt_len: int, is_new: bool) -> None:
+def test_choices_share_the_prompt_and_copy_on_write(checkpoint: Path, prompt_len: int, is_new: bool) -> None:  # C079
     """n=4: one prefill, children draw from the parent's logits; each is what it would be as a request of its own."""
     prompt = PROMPTS[0][:prompt_len]
     separate = Driver(checkpoint)
