@@ -31,7 +31,7 @@ class Group(SequenceGroup):
     # What recomputation has to make up for: tokens and blocks held when the group was preempted.
     num_lost_tokens: int = 0
     num_lost_blocks: int = 0
-    # The step in which the blocks went to the host.
+    # The step in which the blocks last went to the host, or came back.
     swap_step_id: int = -1
     # Prompt positions whose logprobs have gone out; recomputation computes them again.
     num_told_prompt_logprobs: int = 0

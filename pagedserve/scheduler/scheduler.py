@@ -246,12 +246,14 @@ class Scheduler:
         """From a queue to the running groups."""
         if group.status is SequenceStatus.SWAPPED:
             self._cache.swap_in(group.live)
+            group.swap_step_id = self._groups.stats.num_steps
         else:
             num_hits = self._groups.take_prefix(group, group.live[0])
             if group.first_scheduled_time is None:
                 group.num_cached_tokens = num_hits
-                self._groups.stats.prefix_cache_queries += len(group.request.prompt_token_ids)
-                self._groups.stats.prefix_cache_hits += num_hits
+                if group.request.read_prefix_cache:
+                    self._groups.stats.prefix_cache_queries += len(group.request.prompt_token_ids)
+                    self._groups.stats.prefix_cache_hits += num_hits
             self._groups.waste(group, group.num_lost_tokens - num_hits)
         if group.first_scheduled_time is None:
             group.first_scheduled_time = self._clock()
@@ -303,9 +305,11 @@ class Scheduler:
             owner = self._groups.owners.get(seq_id)
             if owner is not None:
                 self._groups.end(owner[1], FinishReason.ERROR, EngineStepError.__name__, message)
-        for group in self._groups.by_id.values():
-            if group.status is SequenceStatus.SWAPPED and group.swap_step_id == output.step_id:
-                # Nobody knows whether these blocks have reached the host.
+        for group in [g for g in self._groups.by_id.values() if g.swap_step_id == output.step_id]:
+            # Nobody knows whether their blocks have reached the other side.
+            if group.status is SequenceStatus.RUNNING:
+                self._groups.end(group, FinishReason.ERROR, EngineStepError.__name__, message)
+            else:
                 self._preemption.recompute_later(
                     group, self._cache.num_held_blocks(group.live), self._cache.num_held_tokens(group.live)
                 )
