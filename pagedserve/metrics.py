@@ -6,12 +6,17 @@ request. Nothing in here may ever fail a request: a mistake is logged once and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pagedserve.config import CacheConfig
 from pagedserve.errors import QueueFullError
@@ -88,6 +93,39 @@ class ObservedRequest(Protocol):
     def choices(self) -> list[Any]: ...
 
 
+class WeightedHistogram(Collector):
+    """A histogram that takes the same value many times at once: what every token of a step would cost is paid once.
+
+    For one thread, the event loop's, which also renders the page.
+    """
+
+    def __init__(self, name: str, text: str, model_name: str, buckets: Iterable[float]):
+        self._name, self._text, self._model_name = name, text, model_name
+        self._bounds = [float(bound) for bound in buckets]
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` observations of `value`."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        """The family as it is exposed: counts are cumulative."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        family.add_metric([self._model_name], list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        yield family
+
+
+@dataclass(slots=True)
+class _StepNews:
+    """What a step adds over all its requests."""
+
+    num_tokens: int = 0
+    intervals: dict[float, int] = field(default_factory=dict)
+
+
 class EngineMetrics:
     """All metric families of one model, in a registry of their own."""
 
@@ -118,15 +156,17 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._queue_full = self._rejections.labels(model_name, "max_num_queued_reqs")
-        self._iteration_tokens = self._histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in one step.", ITERATION_TOKEN_BUCKETS
+        self._iteration_tokens = WeightedHistogram(
+            "vllm:iteration_tokens_total", "Tokens computed in one step.", model_name, ITERATION_TOKEN_BUCKETS
         )
+        self.registry.register(self._iteration_tokens)
         self._time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", TIME_TO_FIRST_TOKEN_BUCKETS
         )
-        self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Time between two tokens of a request.", INTER_TOKEN_BUCKETS
+        self._inter_token = WeightedHistogram(
+            "vllm:inter_token_latency_seconds", "Time between two tokens of a request.", model_name, INTER_TOKEN_BUCKETS
         )
+        self.registry.register(self._inter_token)
         self._time_per_token = self._histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time a token after the first, of finished requests.",
@@ -171,8 +211,12 @@ class EngineMetrics:
         try:
             if stats is not None:
                 self._record_stats(stats)
+            news = _StepNews()
             for request in changed:
-                self._record_request(request, now)
+                self._record_request(request, now, news)
+            self._generation_tokens.inc(news.num_tokens)
+            for interval, count in news.intervals.items():
+                self._inter_token.observe(interval, count)
         except Exception as error:
             self._report(error)
 
@@ -193,17 +237,17 @@ class EngineMetrics:
 
     def _record_stats(self, stats: SchedulerStats) -> None:
         last, self._last = self._last, stats
-        for field, gauge in self._states.items():
-            gauge.set(getattr(stats, field))
-        for field, counter in self._totals.items():
+        for name, gauge in self._states.items():
+            gauge.set(getattr(stats, name))
+        for name, counter in self._totals.items():
             # Totals only grow; if one does not, a counter must not fall and nobody must suffer.
-            counter.inc(max(getattr(stats, field) - getattr(last, field), 0))
+            counter.inc(max(getattr(stats, name) - getattr(last, name), 0))
         num_steps = stats.num_steps - last.num_steps
         num_tokens = stats.num_step_tokens - last.num_step_tokens
-        for _ in range(num_steps if num_tokens > 0 else 0):
-            self._iteration_tokens.observe(num_tokens / num_steps)
+        if num_steps > 0 and num_tokens > 0:
+            self._iteration_tokens.observe(num_tokens / num_steps, num_steps)
 
-    def _record_request(self, request: ObservedRequest, now: float) -> None:
+    def _record_request(self, request: ObservedRequest, now: float, news: _StepNews) -> None:
         if isinstance(request.error, QueueFullError):
             self._queue_full.inc()
         if request.is_finished and request.error is not None and request.metrics.first_token_time is None:
@@ -216,10 +260,12 @@ class EngineMetrics:
             if request.metrics.first_token_time is not None:
                 self._time_to_first_token.observe(request.metrics.first_token_time - request.metrics.arrival_time)
         elif num_new > 0 and request.counted_time is not None:
-            self._inter_token.observe(now - request.counted_time)
+            # Most requests of a step were in the step before too, so most intervals are one and the same.
+            interval = now - request.counted_time
+            news.intervals[interval] = news.intervals.get(interval, 0) + 1
         if num_new > 0:
             request.counted_tokens, request.counted_time = num_tokens, now
-            self._generation_tokens.inc(num_new)
+            news.num_tokens += num_new
         if request.is_finished:
             self._record_finished(request)
 

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pagedserve.config import CacheConfig
 from pagedserve.errors import EngineStepError, QueueFullError, RequestAbortedError
 from pagedserve.messages import SchedulerStats
-from pagedserve.metrics import EngineMetrics
+from pagedserve.metrics import EngineMetrics, WeightedHistogram
 from pagedserve.outputs import CompletionOutput, RequestMetrics
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import KVCacheSpec, MemoryPlan
@@ -138,6 +139,22 @@ def test_each_step_is_one_observation_of_its_tokens() -> None:
     assert value(metrics, "vllm:iteration_tokens_total_count") == 3
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 27
     assert value(metrics, "vllm:iteration_tokens_total_bucket", le="8.0") == 1
+
+
+def test_many_observations_at_once_are_as_many_one_by_one() -> None:
+    bounds = (0.1, 0.5, 1.0)
+    values = {0.05: 3, 0.1: 2, 0.3: 1, 1.0: 4, 7.0: 5}
+    ours = WeightedHistogram("latency", "x", "m", bounds)
+    registry = CollectorRegistry()
+    theirs = Histogram("latency", "x", ["model_name"], registry=registry, buckets=bounds).labels("m")
+    for number, count in values.items():
+        ours.observe(number, count)
+        for _ in range(count):
+            theirs.observe(number)
+    own_registry = CollectorRegistry()
+    own_registry.register(ours)
+    disable_created_metrics()
+    assert generate_latest(own_registry) == generate_latest(registry)
 
 
 def test_a_mistake_in_the_metrics_is_logged_once_and_goes_no_further(monkeypatch: Any) -> None:  # C112
