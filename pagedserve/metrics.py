@@ -77,12 +77,13 @@ class ObservedRequest(Protocol):
 
     metrics: RequestMetrics
     is_finished: bool
-    error: Exception | None
     num_cached_tokens: int
     counted_prompt: bool
     counted_tokens: int
     counted_time: float | None
 
+    @property
+    def error(self) -> Exception | None: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property

@@ -38,7 +38,9 @@ class Codec:
     def __init__(self, *, sends: tuple[type, ...], receives: tuple[type, ...]):
         self._kinds = {message_type: kind for kind, message_type in enumerate(sends)}
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoders = [msgspec.msgpack.Decoder(message_type) for message_type in receives]
+        self._decoders: list[msgspec.msgpack.Decoder[Any]] = [
+            msgspec.msgpack.Decoder(message_type) for message_type in receives
+        ]
 
     def encode(self, message: object) -> bytearray:
         """One whole frame."""

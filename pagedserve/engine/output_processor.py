@@ -263,9 +263,9 @@ class OutputProcessor:
         changed: dict[str, RequestState] = {}
         stopped: list[tuple[str, int]] = []
         broken: list[str] = []
-        for request_id, entries in outputs.prompt_logprobs.items():
+        for request_id, positions in outputs.prompt_logprobs.items():
             if (state := self._states.get(request_id)) is not None:
-                state.add_prompt_logprobs(entries)
+                state.add_prompt_logprobs(positions)
         rows = zip(
             outputs.request_ids,
             outputs.choice_indices,
@@ -275,12 +275,13 @@ class OutputProcessor:
             outputs.stop_reasons,
             strict=True,
         )
-        for row, (request_id, choice_index, *values) in enumerate(rows):
+        for row, (request_id, choice_index, token_ids, logprob, finish_reason, stop_reason) in enumerate(rows):
             state = self._states.get(request_id)
             if state is None:
                 continue
             try:
-                is_stopped = state.add_row(choice_index, *values, outputs.logprobs.get(row), now)
+                entries = outputs.logprobs.get(row)
+                is_stopped = state.add_row(choice_index, token_ids, logprob, finish_reason, stop_reason, entries, now)
             except Exception:
                 log.exception("the output of %s could not be processed; it ends", request_id)
                 state.fail(EngineStepError("the output could not be turned into text"), now)
