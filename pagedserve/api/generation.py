@@ -13,7 +13,7 @@ from starlette.requests import Request
 from pagedserve.api.errors import ClientGoneError
 from pagedserve.api.protocol.common import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
 from pagedserve.api.state import ApiState
-from pagedserve.errors import PagedServeError, RequestAbortedError
+from pagedserve.errors import ContextLengthError, PagedServeError, RequestAbortedError
 from pagedserve.outputs import RequestOutput
 from pagedserve.sampling_params import SamplingParams
 
@@ -24,6 +24,10 @@ Result = TypeVar("Result")
 
 # Texts above this many characters are tokenized in a thread.
 LONG_TEXT = 4096
+# Longer texts are refused unread, also where they would be cut or only counted: tokenizing 10 MB takes a minute of a
+# core that nobody can stop. No tokenizer of the field makes one token of 64 characters on average.
+MAX_TEXT = 1 << 20
+MAX_CHARACTERS_PER_TOKEN = 64
 
 
 async def outputs(
@@ -128,8 +132,14 @@ async def wait_gone(request: Request) -> None:
         pass
 
 
-async def tokenize(engine: AsyncLLMEngine, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Ids of a text; a long one does not hold up the event loop."""
+async def tokenize(engine: AsyncLLMEngine, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+    """Ids of a text; a long one does not hold up the event loop.
+
+    A hopelessly long one is a ContextLengthError of the field `param`, which it came from.
+    """
+    limit = max(MAX_TEXT, engine.max_model_len * MAX_CHARACTERS_PER_TOKEN)
+    if len(text) > limit:
+        raise ContextLengthError(f"the text has {len(text)} characters; at most {limit} are tokenized", param=param)
     encode = engine.tokenizer.encode
     if len(text) < LONG_TEXT:
         return encode(text, add_special_tokens=add_special_tokens)

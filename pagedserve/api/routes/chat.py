@@ -61,8 +61,8 @@ class ChatAnswer:
         body = self._body
         # In a thread: a template is a program that somebody else wrote.
         text = await asyncio.to_thread(self._engine.chat_template.render, body.messages, **body.template_options())
-        prompt = await prepared_prompt(self._engine, text, body, add_special_tokens=bool(body.add_special_tokens))
         try:
+            prompt = await prepared_prompt(self._engine, text, body, add_special_tokens=bool(body.add_special_tokens))
             async with aclosing(outputs(self._engine, [prompt], self._params, body, self._call.request_id)) as stream:
                 async for _, output in stream:
                     self._usage.take(0, output)

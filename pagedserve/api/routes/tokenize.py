@@ -36,7 +36,8 @@ async def tokenize_text(request: Request) -> Response:
     else:
         text = await asyncio.to_thread(engine.chat_template.render, body.messages, **body.template_options())
         add_special_tokens = bool(body.add_special_tokens)
-    ids = await tokenize(engine, text, add_special_tokens=add_special_tokens)
+    param = "prompt" if body.messages is None else "messages"
+    ids = await tokenize(engine, text, add_special_tokens=add_special_tokens, param=param)
     response = TokenizeResponse(len(ids), engine.max_model_len, ids)
     if body.return_token_strs:
         texts = TokenTexts(engine.tokenizer)
