@@ -297,5 +297,78 @@ struct Nibbles {
 using LowBytes = Bytes;  // of formats whose codes are below 128
 #endif
 
+// ---- activations to 8 bits: 32 numbers at a time ----
+
+#if defined(PS_ISA_AVX512) || defined(PS_ISA_AVX2)
+
+// The sums of both halves.
+PS_INLINE void sum_codes(__m256i codes, int* sums) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
+  __m256i x = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  x = _mm256_add_epi32(x, _mm256_shuffle_epi32(x, 0x4e));
+  x = _mm256_add_epi32(x, _mm256_shuffle_epi32(x, 0xb1));
+  sums[0] = _mm256_cvtsi256_si32(x);
+  sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(x, 1));
+}
+
+#endif
+
+// The bits of the largest magnitude. As integers they are in order, inf and then NaN above all numbers.
+PS_INLINE uint32_t largest_bits(const float* x) {
+#if defined(PS_ISA_AVX512)
+  const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+  const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), mask);
+  const __m512i b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(a, b)));
+#elif defined(PS_ISA_AVX2)
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+  __m256i largest = _mm256_setzero_si256();
+  for (int i = 0; i < 32; i += 8) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+    largest = _mm256_max_epi32(largest, _mm256_and_si256(a, mask));
+  }
+  __m128i r = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0x4e));
+  r = _mm_max_epi32(r, _mm_shuffle_epi32(r, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(r));
+#else
+  uint32_t largest = 0;
+  for (int i = 0; i < 32; ++i) {
+    const uint32_t bits = bits_of(x[i]) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+#endif
+}
+
+// codes = x * inverse, rounded to nearest even (all within -127 .. 127), and the sums of both halves.
+PS_INLINE void round_to_codes(const float* x, float inverse, int8_t* codes, int* sums) {
+#if defined(PS_ISA_AVX512)
+  const __m512 scale = _mm512_set1_ps(inverse);
+  const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), scale));
+  const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16), scale));
+  const __m256i all = _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), all);
+  sum_codes(all, sums);
+#elif defined(PS_ISA_AVX2)
+  const __m256 scale = _mm256_set1_ps(inverse);
+  __m256i v[4];
+  for (int i = 0; i < 4; ++i) v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), scale));
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  const __m256i all = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), all);
+  sum_codes(all, sums);
+#else
+  float rounded[32];
+  for (int i = 0; i < 32; i += kWidth) store(rounded + i, round(load(x + i) * set1(inverse)));
+  for (int i = 0; i < 32; ++i) codes[i] = static_cast<int8_t>(static_cast<int>(rounded[i]));
+  for (int half = 0; half < 2; ++half) {
+    int sum = 0;
+    for (int i = 0; i < 16; ++i) sum += codes[16 * half + i];
+    sums[half] = sum;
+  }
+#endif
+}
+
 }  // namespace PS_ISA
 }  // namespace ps

@@ -235,32 +235,18 @@ struct IntTile {
 // The row is one of a tile of `height`.
 void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int64_t height, int8_t* codes,
                   float* meta) {
-  constexpr int kVecs = kGroup / kWidth;
   const int halves = format.scales_per_group;
   for (int64_t k = 0; k < depth; k += kGroup, x += kGroup, meta += height * (1 + halves)) {
-    Vec largest = zero(), poison = zero();
-    for (int v = 0; v < kVecs; ++v) {
-      const Vec a = load(x + v * kWidth);
-      largest = max(abs(a), largest);
-      poison = fma(a, zero(), poison);
-    }
-    const float finite = reduce_add(poison);  // 0 or NaN
-    const float limit = reduce_max(largest);
-    // Below this 127 / limit would overflow: such numbers count as zero.
-    const bool is_zero = !(limit > 1e-36f) || !(finite == 0.f);
-    const float scale = (is_zero ? 0.f : limit / 127.f) + finite;
-    const Vec inverse = set1(is_zero ? 0.f : 127.f / limit);
-    alignas(64) int8_t bytes[kGroup] = {};
+    const uint32_t bits = largest_bits(x);
+    const float limit = float_of(bits);
+    alignas(32) int8_t bytes[kGroup] = {};
     int sums[2] = {0, 0};
-    if (!is_zero) {
-      alignas(64) float rounded[kGroup];
-      for (int v = 0; v < kVecs; ++v) store(rounded + v * kWidth, round(load(x + v * kWidth) * inverse));
-      for (int i = 0; i < kGroup; ++i) bytes[i] = static_cast<int8_t>(static_cast<int>(rounded[i]));
-      for (int half = 0; half < 2; ++half) {
-        int sum = 0;
-        for (int i = 0; i < kGroup / 2; ++i) sum += bytes[half * kGroup / 2 + i];
-        sums[half] = sum;
-      }
+    float scale = 0.f;
+    if (bits >= 0x7f800000) {
+      scale = __builtin_nanf("");
+    } else if (limit > 1e-36f) {  // below, 127 / limit would overflow: such numbers count as zero
+      scale = limit / 127.f;
+      round_to_codes(x, 127.f / limit, bytes, sums);
     }
     for (int i = 0; i < kGroup; i += 4, codes += height * 4) std::memcpy(codes, bytes + i, 4);
     if (halves == 1) sums[0] += sums[1];
@@ -335,7 +321,17 @@ bool prepare_float(Call* call, int max_height) {
   prepare_tiles(call, max_height, [&](int64_t row, int64_t height) {
     float* out = values + row * depth;
     const float* x = args.x + row * args.x_stride;
-    for (int64_t i = 0; i < height; ++i) {
+    // Four by four: each line is read and written while it is near.
+    int64_t i = 0;
+    for (; i + 4 <= height; i += 4) {
+      const float* from = x + i * args.x_stride;
+      const float *a = from, *b = a + args.x_stride, *c = b + args.x_stride, *d = c + args.x_stride;
+      for (int64_t k = 0; k < depth; ++k) {
+        const float four[4] = {a[k], b[k], c[k], d[k]};
+        std::memcpy(out + k * height + i, four, 16);
+      }
+    }
+    for (; i < height; ++i) {
       for (int64_t k = 0; k < depth; ++k) out[k * height + i] = x[i * args.x_stride + k];
     }
   });
