@@ -113,9 +113,3 @@ def test_no_module_is_a_drawer_for_anything() -> None:
         name_of(p) for p in modules() if {"utils", "util", "misc", "common_utils"} & set(p.with_suffix("").parts)
     ]
     assert drawers == []
-
-
-def test_nothing_unpickles() -> None:
-    for path in modules():
-        for module, line in imports(ast.parse(path.read_text(encoding="utf-8"))):
-            assert module.split(".")[0] not in ("pickle", "dill", "cloudpickle"), f"{name_of(path)}:{line}"
