@@ -226,10 +226,11 @@ class Scheduler:
             return False
         if not self._groups.running:
             return True
-        reserve = self._num_watermark_blocks + self._groups.num_promised_blocks()
+        reserve = self._num_watermark_blocks
         if group.num_preemptions:
             # Every running sequence may take one more block before the next preemption: a block's worth of steps.
-            reserve += self._groups.num_live
+            reserve = max(reserve, self._groups.num_live)
+        reserve += self._groups.num_promised_blocks()
         room = self._cache.num_free_blocks - reserve
         if group.status is SequenceStatus.SWAPPED:
             return self._cache.num_held_blocks(group.live) + group.num_seats <= room
