@@ -14,6 +14,7 @@ MAX_STOP_LENGTH = 4096
 MAX_N = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
 MAX_TOKEN_ID_LIST = 4096
 MAX_SEED = 2**63 - 1
 
@@ -222,3 +223,8 @@ def _check_token_lists(p: SamplingParams) -> None:
         "bad_words",
     )
     _require(len(p.bad_words) <= MAX_BAD_WORDS, f"bad_words may hold at most {MAX_BAD_WORDS} entries", "bad_words")
+    _require(
+        all(len(w) <= MAX_BAD_WORD_LENGTH for w in p.bad_words),
+        f"a bad word may have at most {MAX_BAD_WORD_LENGTH} characters",
+        "bad_words",
+    )

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MAX_REMEMBERED_FIELDS = 1000
+# Of one request, and of one name.
+MAX_LOGGED_NAMES = 20
+MAX_LOGGED_NAME = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +112,9 @@ class ApiState:
         return name
 
     def log_unknown_fields(self, names: list[str]) -> None:
-        """One log line for each unknown field name, ever."""
-        new = [name for name in names if name not in self._logged_fields]
-        if new and len(self._logged_fields) < MAX_REMEMBERED_FIELDS:
+        """One mention in the log for each unknown field name, ever; a client's fancy does not fill memory or disk."""
+        new = [name for name in (name[:MAX_LOGGED_NAME] for name in names) if name not in self._logged_fields]
+        new = new[: min(MAX_LOGGED_NAMES, MAX_REMEMBERED_FIELDS - len(self._logged_fields))]
+        if new:
             self._logged_fields.update(new)
             logger.warning("clients send fields that are unknown here and have no effect: %s", ascii(", ".join(new)))

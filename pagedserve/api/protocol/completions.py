@@ -12,6 +12,8 @@ from pagedserve.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
+# Sequences of one HTTP request, over all its prompts: more would hold up the loop that answers everybody.
+MAX_SEQUENCES = 8192
 
 
 class CompletionRequest(GenerationRequest):
@@ -47,6 +49,13 @@ class CompletionRequest(GenerationRequest):
         if self.best_of is not None and self.best_of > n and self.stream:
             raise RequestError(
                 "best_of above n cannot be streamed: the best are known only at the end", param="best_of"
+            )
+        num_prompts, num_sequences = len(self.prompts()), max(n, self.best_of or 1)
+        if num_prompts * num_sequences > MAX_SEQUENCES:
+            raise RequestError(
+                f"{num_prompts} prompts of {num_sequences} sequences each are more than the {MAX_SEQUENCES} "
+                "that a request may have; send several requests",
+                param="n",
             )
         if self.use_beam_search and self.echo and self.logprobs is not None:
             raise RequestError("beam search with echo and logprobs is not supported", param="echo")
