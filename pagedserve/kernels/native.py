@@ -261,9 +261,7 @@ class PackedMatrix:
             raise ValueError(f"rows must be uint8 [num_rows, row_bytes], they are {rows.dtype} {rows.shape}")
         if rows.strides[0] != rows.shape[1]:
             rows = np.ascontiguousarray(rows)
-        call(
-            "ps_linear_pack_ggml", self.address, first_row, rows.shape[0], rows.ctypes.data, rows.shape[1], ggml_type
-        )
+        call("ps_linear_pack_ggml", self.address, first_row, rows.shape[0], rows.ctypes.data, rows.shape[1], ggml_type)
 
 
 def linear_format_of_ggml_type(ggml_type: int) -> str | None:

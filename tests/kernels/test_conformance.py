@@ -146,9 +146,7 @@ def test_sliding_window_and_soft_cap(isa: str, window: int, soft_cap: float | No
     [([1100, 515], [1, 1]), ([1100, 515], [1, 40]), ([3, 1600, *range(1, 9)], [0, 1, *[1] * 8])],
     ids=["decode", "mixed", "one long among many"],
 )
-def test_context_longer_than_a_split(
-    isa: str, num_threads: int, seq_lens: list[int], query_lens: list[int]
-) -> None:
+def test_context_longer_than_a_split(isa: str, num_threads: int, seq_lens: list[int], query_lens: list[int]) -> None:
     batch = make_paged_batch(seq_lens, query_lens, num_heads=3, num_kv_heads=1, kv_dtype=torch.bfloat16)
     check_attention(batch)
     check_attention(batch, sliding_window=520)
