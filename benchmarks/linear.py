@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pagedserve.kernels import native
+from pagedserve.kernels import cpu, native
 from pagedserve.quantization.method import LinearWeight
 from pagedserve.quantization.none import DenseMethod
 from pagedserve.quantization.packed import PackedMethod, PackedWeight
@@ -92,9 +92,7 @@ def measure(fmt: str, rows_list: list[int], parts: list[str], repeats: int) -> l
             def run(inputs=inputs, outputs=outputs, weights=weights) -> None:
                 for weight in weights:
                     if isinstance(weight, PackedWeight):
-                        native.linear(
-                            inputs[weight.in_features], weight.packed, None, None, outputs[weight.out_features]
-                        )
+                        cpu.linear(inputs[weight.in_features], weight.packed, None, None, outputs[weight.out_features])
                     else:
                         weight.matmul(inputs[weight.in_features])
 
