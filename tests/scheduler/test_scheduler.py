@@ -48,13 +48,17 @@ def test_every_decoding_sequence_gets_its_token_beside_a_long_prompt() -> None: 
         assert output.num_scheduled == [1, 1, 1, 1, 60]
 
 
-def test_a_long_prompt_of_an_older_request_leaves_the_decoding_ones_their_token() -> None:
-    # It returns after preemption before younger ones that decode; they must not wait for its recomputation.
-    driver = make_driver(40, max_num_batched_tokens=8, preemption_mode="recompute")
-    old, young = make_request(60, max_tokens=30, priority=1), make_request(60, max_tokens=40, priority=0)
-    driver.add(old, young)
+def test_an_urgent_long_prompt_leaves_the_decoding_ones_their_token() -> None:  # C086
+    # It is served before them, as a request that returns from preemption is served before younger ones.
+    driver = make_driver(256, max_num_batched_tokens=8, policy="priority")
+    decoding = [make_request(2, max_tokens=40, priority=1) for _ in range(3)]
+    driver.add(*decoding)
+    driver.step()
+    driver.add(make_request(40, max_tokens=2, priority=0))
+    for _ in range(8):
+        assert sorted(driver.step().num_scheduled) == [1, 1, 1, 5]
     driver.run()
-    assert_right(driver, old, young)
+    assert_right(driver, *decoding)
 
 
 def test_admission_is_first_come_first_served() -> None:
