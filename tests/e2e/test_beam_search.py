@@ -14,6 +14,7 @@ from pagedserve import LLM, SamplingParams
 from pagedserve.sampling_params import BeamParams
 from tests.helpers.byte_tokenizer import EOS_ID, IM_END_ID
 from tests.helpers.checkpoints import tiny_llama
+from tests.helpers.demo_model import demo_model, demo_reference
 
 NUM_TOKENS = 12
 ENDS = [EOS_ID, IM_END_ID]
@@ -93,3 +94,33 @@ def test_eight_searches_at_once_give_what_each_gives_alone(
             assert llm.engine.client.core.scheduler.stats().num_preemptions > 0
     for prompt, wish, output in zip(prompts, asked, outputs, strict=True):
         assert [choice.token_ids for choice in output.outputs] == expected_beams(reference, prompt, wish)
+
+
+def test_beams_of_the_demo_model() -> None:
+    """Trained weights, where scores lie close together: ids and scores of each beam, two searches at once."""
+    prompts = ["The capital of France is", "Once upon a time, in a small village,"]
+    asked = SamplingParams(n=4, beam=BeamParams(width=4), max_tokens=12, temperature=0.0)
+    oracle = demo_reference()
+    with LLM(model=str(demo_model()), weights_dtype="float32", kv_cache_memory="256MiB") as llm:
+        outputs = llm.generate(prompts, asked, use_tqdm=False)
+    for output in outputs:
+        prompt = output.prompt_token_ids
+        with torch.inference_mode():
+            generated = oracle.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                generation_config=GenerationConfig(
+                    num_beams=4,
+                    num_return_sequences=4,
+                    do_sample=False,
+                    max_new_tokens=12,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                ),
+            )
+        expected = [row[len(prompt) :] for row in generated.sequences.tolist()]
+        assert [choice.token_ids for choice in output.outputs] == expected
+        scores = [choice.cumulative_logprob for choice in output.outputs]
+        assert scores == pytest.approx(generated.sequences_scores.tolist(), abs=1e-3)
