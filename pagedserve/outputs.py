@@ -15,7 +15,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
-    # Of the whole output; None where nobody asked for logprobs or for the best of several.
+    # Of the whole output; None where nobody asked for logprobs or for the best of several. Of a beam: its score, which
+    # is that sum divided by the length to the power of length_penalty.
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -97,30 +97,27 @@ def test_eight_searches_at_once_give_what_each_gives_alone(
 
 
 def test_beams_of_the_demo_model() -> None:
-    """Trained weights, where scores lie close together: ids and scores of each beam, two searches at once."""
-    prompts = ["The capital of France is", "Once upon a time, in a small village,"]
-    asked = SamplingParams(n=4, beam=BeamParams(width=4), max_tokens=12, temperature=0.0)
-    oracle = demo_reference()
+    """Trained weights, where scores lie close together: ids and score of each beam."""
+    asked = SamplingParams(n=4, beam=BeamParams(width=4), max_tokens=10, temperature=0.0)
     with LLM(model=str(demo_model()), weights_dtype="float32", kv_cache_memory="256MiB") as llm:
-        outputs = llm.generate(prompts, asked, use_tqdm=False)
-    for output in outputs:
-        prompt = output.prompt_token_ids
-        with torch.inference_mode():
-            generated = oracle.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                generation_config=GenerationConfig(
-                    num_beams=4,
-                    num_return_sequences=4,
-                    do_sample=False,
-                    max_new_tokens=12,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                    output_scores=True,
-                ),
-            )
-        expected = [row[len(prompt) :] for row in generated.sequences.tolist()]
-        assert [choice.token_ids for choice in output.outputs] == expected
-        scores = [choice.cumulative_logprob for choice in output.outputs]
-        assert scores == pytest.approx(generated.sequences_scores.tolist(), abs=1e-3)
+        [output] = llm.generate("The capital of France is", asked, use_tqdm=False)
+    prompt = output.prompt_token_ids
+    with torch.inference_mode():
+        generated = demo_reference().generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            generation_config=GenerationConfig(
+                num_beams=4,
+                num_return_sequences=4,
+                do_sample=False,
+                max_new_tokens=10,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            ),
+        )
+    expected = [row[len(prompt) :] for row in generated.sequences.tolist()]
+    assert [choice.token_ids for choice in output.outputs] == expected
+    scores = [choice.cumulative_logprob for choice in output.outputs]
+    assert scores == pytest.approx(generated.sequences_scores.tolist(), abs=1e-3)
