@@ -296,3 +296,21 @@ def test_stop_token_ids_end_a_beam_and_are_named() -> None:
     result = driver.run()[request.request_id]
     ended = [i for i in range(3) if result.finish_reasons[i] == "stop"]
     assert ended and all(result.stop_reasons[i] == result.token_ids[i][-1] in stops for i in ended)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_beams_may_be_preempted_when_some_of_them_have_told_their_candidates(mode: str) -> None:
+    def run(preempt_after: int | None) -> list[tuple[list[int], str, float]]:
+        driver = make_driver(64, 64, model=LLAMA, max_num_batched_tokens=2, preemption_mode=mode)
+        request = beam_request([1, 2, 3], BeamParams(width=4), ())
+        driver.add(request)
+        while driver.scheduler.has_work():
+            if len(driver.steps) == preempt_after:
+                driver.scheduler._preemption.preempt(driver.scheduler._groups.running[0])
+            driver.step()
+        driver.assert_idle()
+        return answers(driver.results[request.request_id])
+
+    calm = run(None)
+    for preempt_after in range(4, 12):
+        assert run(preempt_after) == calm
