@@ -17,7 +17,7 @@ USER = [{"role": "user", "content": "x"}]
     ("path", "body", "param", "limit"),
     [
         ("/v1/completions", {"prompt": ["a"] * 1024, "n": 64}, "n", "8192"),
-        ("/v1/completions", {"prompt": ["a"] * 1024, "best_of": 64}, "n", "8192"),
+        ("/v1/completions", {"prompt": ["a"] * 1024, "best_of": 64}, "best_of", "8192"),
         ("/v1/completions", {"prompt": ["a"] * 1025}, "prompt", "1024"),
         ("/v1/completions", {"prompt": "a", "bad_words": ["w" * 100_000]}, "bad_words", "256"),
         ("/v1/completions", {"prompt": "a", "bad_words": ["w"] * 257}, "bad_words", "256"),

@@ -51,11 +51,11 @@ class CompletionRequest(GenerationRequest):
                 "best_of above n cannot be streamed: the best are known only at the end", param="best_of"
             )
         num_prompts, num_sequences = len(self.prompts()), max(n, self.best_of or 1)
-        if num_prompts * num_sequences > MAX_SEQUENCES:
+        if num_prompts > 1 and num_prompts * num_sequences > MAX_SEQUENCES:
             raise RequestError(
                 f"{num_prompts} prompts of {num_sequences} sequences each are more than the {MAX_SEQUENCES} "
                 "that a request may have; send several requests",
-                param="n",
+                param="n" if num_sequences == n else "best_of",
             )
         if self.use_beam_search and self.echo and self.logprobs is not None:
             raise RequestError("beam search with echo and logprobs is not supported", param="echo")
