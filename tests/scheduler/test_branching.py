@@ -301,8 +301,8 @@ def test_stop_token_ids_end_a_beam_and_are_named() -> None:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_beams_may_be_preempted_when_some_of_them_have_told_their_candidates(mode: str) -> None:
     def run(preempt_after: int | None) -> list[tuple[list[int], str, float]]:
-        driver = make_driver(64, 64, model=LLAMA, max_num_batched_tokens=2, preemption_mode=mode)
-        request = beam_request([1, 2, 3], BeamParams(width=4), ())
+        driver = make_driver(64, 64, max_num_batched_tokens=2, preemption_mode=mode)
+        request = make_request([1, 2, 3], beam=BeamParams(width=4), n=4, max_tokens=6)
         driver.add(request)
         while driver.scheduler.has_work():
             if len(driver.steps) == preempt_after:

@@ -343,16 +343,17 @@ def test_one_unusable_choice_does_not_fail_its_siblings() -> None:
 # -- what is told ------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_logprobs_are_told_once_though_computed_twice() -> None:
-    driver = make_driver(8, max_num_batched_tokens=6, preemption_mode="recompute")
-    first = make_request(10, max_tokens=20)
-    second = make_request(14, max_tokens=2, prompt_logprobs=0, read_prefix_cache=False)
-    driver.add(first, second)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_prompt_logprobs_are_told_once_though_computed_twice(mode: str) -> None:
+    driver = make_driver(16, 16, max_num_batched_tokens=6, preemption_mode=mode)
+    request = make_request(14, max_tokens=2, prompt_logprobs=0, read_prefix_cache=False)
+    driver.add(request)
     driver.step()
-    results = driver.run()
-    assert_right(driver, first, second)
-    told = results[second.request_id].prompt_logprobs
-    assert [e.token_ids[0] for e in told] == second.prompt_token_ids[1:]
+    driver.step()
+    driver.scheduler._preemption.preempt(driver.scheduler._groups.running[0])
+    result = driver.run()[request.request_id]
+    assert_right(driver, request)
+    assert [e.token_ids[0] for e in result.prompt_logprobs] == request.prompt_token_ids[1:]
 
 
 def test_logprobs_stay_beside_their_rows() -> None:
