@@ -388,3 +388,17 @@ def test_held_tokens_count_shared_blocks_once() -> None:
     child.token_ids.append(1)
     compute(manager, child)
     assert manager.num_held_tokens([parent, child]) == 6 + 3
+
+
+def test_what_was_hidden_stays_hidden_in_those_who_share_it() -> None:
+    manager = make_manager()
+    prompt = list(range(8))
+    parent, late = open_sequence(manager, prompt), open_sequence(manager, [*prompt, 5])
+    compute(manager, parent)
+    manager.reset_prefix_cache()
+    child = fork(manager, parent)
+    manager.attach(parent, late, 8)
+    for sequence in (child, late):
+        sequence.token_ids += [1, 2, 3, 4]
+        compute(manager, sequence)
+    assert manager.take_prefix(open_sequence(manager, [*prompt, 7])) == 0
