@@ -4,7 +4,7 @@
     python benchmarks/perplexity.py --model FILE --formats auto,int8,int4 --text book.txt --json
 
 The baseline is `--weights-dtype float32`: GGUF integers dequantised exactly, fp32 products, so that the loss is that
-of the format's products (activations rounded to 8 bits) and of whatever it quantises. Without --text the text is
+of the format's products (activations rounded to 15 bits) and of whatever it quantises. Without --text the text is
 Python's language reference as the standard library ships it. Exits with 1 when a format named in --check loses more
 than --limit.
 """

@@ -3,7 +3,8 @@
 // Nibbles and Bytes multiply the codes of kWidth columns with one row's activations: a Step holds the unpacked
 // codes of 64 / 16 bytes a column, an Acc the running integer sums of one group of at most 32 numbers, which are
 // exact. Codes are unsigned, activations within -127 .. 127: four at `a`, and for Nibbles the next four at `b`.
-// `offset` is added once to the total.
+// An activation has two such planes, 256 * high + low: the sums of the high one first, then `next_plane`, then those
+// of the low one. `offset` is added once to the total.
 #pragma once
 
 #include "vec.h"
@@ -47,12 +48,13 @@ struct Nibbles {
     const __m512i mask = _mm512_set1_epi8(15);
     return {_mm512_and_si512(x, mask), _mm512_and_si512(_mm512_srli_epi16(x, 4), mask)};
   }
-  PS_INLINE Acc start(int offset) { return {_mm512_set1_epi32(offset)}; }
+  PS_INLINE Acc start() { return {_mm512_setzero_si512()}; }
+  PS_INLINE void next_plane(Acc* acc) { acc->v = _mm512_slli_epi32(acc->v, 8); }
   PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
     acc->v = _mm512_dpbusd_epi32(acc->v, step.low, broadcast4(a));
     acc->v = _mm512_dpbusd_epi32(acc->v, step.high, broadcast4(b));
   }
-  PS_INLINE IntVec total(const Acc& acc, int) { return {acc.v}; }
+  PS_INLINE IntVec total(const Acc& acc, int offset) { return {_mm512_add_epi32(acc.v, _mm512_set1_epi32(offset))}; }
 };
 
 struct Bytes {
@@ -62,11 +64,12 @@ struct Bytes {
   };
   using Acc = Nibbles::Acc;
   PS_INLINE Step load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-  PS_INLINE Acc start(int offset) { return Nibbles::start(offset); }
+  PS_INLINE Acc start() { return Nibbles::start(); }
+  PS_INLINE void next_plane(Acc* acc) { Nibbles::next_plane(acc); }
   PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
     acc->v = _mm512_dpbusd_epi32(acc->v, step.v, broadcast4(a));
   }
-  PS_INLINE IntVec total(const Acc& acc, int) { return {acc.v}; }
+  PS_INLINE IntVec total(const Acc& acc, int offset) { return Nibbles::total(acc, offset); }
 };
 
 #elif defined(PS_ISA_AVX2)
@@ -106,14 +109,19 @@ struct Nibbles {
     __m256i low, high;
   };
   struct Acc {
-    __m256i v;
+    __m256i v, carry;
   };
   PS_INLINE Step load(const uint8_t* p) {
     const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     const __m256i mask = _mm256_set1_epi8(15);
     return {_mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16(x, 4), mask)};
   }
-  PS_INLINE Acc start(int) { return {_mm256_setzero_si256()}; }
+  PS_INLINE Acc start() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  PS_INLINE __m256i pairs(const Acc& acc) { return _mm256_madd_epi16(acc.v, _mm256_set1_epi16(1)); }
+  PS_INLINE void next_plane(Acc* acc) {
+    acc->carry = _mm256_slli_epi32(pairs(*acc), 8);
+    acc->v = _mm256_setzero_si256();
+  }
   PS_INLINE void add(__m256i* sum, __m256i x) {
     *sum = _mm256_add_epi16(*sum, x);
     asm("" : "+x"(*sum));  // GCC would make a tree of these additions, and run out of registers
@@ -123,7 +131,7 @@ struct Nibbles {
     add(&acc->v, _mm256_maddubs_epi16(step.high, broadcast4(b)));
   }
   PS_INLINE IntVec total(const Acc& acc, int offset) {
-    return {_mm256_add_epi32(_mm256_madd_epi16(acc.v, _mm256_set1_epi16(1)), _mm256_set1_epi32(offset))};
+    return {_mm256_add_epi32(_mm256_add_epi32(acc.carry, pairs(acc)), _mm256_set1_epi32(offset))};
   }
 };
 
@@ -132,19 +140,25 @@ struct Bytes {
   static constexpr int kDepth = 4;
   using Step = Nibbles::Step;
   struct Acc {
-    __m256i low, high;
+    __m256i low, high, carry;
   };
   PS_INLINE Step load(const uint8_t* p) { return Nibbles::load(p); }
-  PS_INLINE Acc start(int) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  PS_INLINE Acc start() { return {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  PS_INLINE __m256i pairs(const Acc& acc) {
+    const __m256i low = _mm256_madd_epi16(acc.low, _mm256_set1_epi16(1));
+    return _mm256_add_epi32(low, _mm256_madd_epi16(acc.high, _mm256_set1_epi16(16)));
+  }
+  PS_INLINE void next_plane(Acc* acc) {
+    acc->carry = _mm256_slli_epi32(pairs(*acc), 8);
+    acc->low = acc->high = _mm256_setzero_si256();
+  }
   PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
     const __m256i x = broadcast4(a);
     Nibbles::add(&acc->low, _mm256_maddubs_epi16(step.low, x));
     Nibbles::add(&acc->high, _mm256_maddubs_epi16(step.high, x));
   }
   PS_INLINE IntVec total(const Acc& acc, int offset) {
-    const __m256i low = _mm256_madd_epi16(acc.low, _mm256_set1_epi16(1));
-    const __m256i high = _mm256_madd_epi16(acc.high, _mm256_set1_epi16(16));
-    return {_mm256_add_epi32(_mm256_add_epi32(low, high), _mm256_set1_epi32(offset))};
+    return {_mm256_add_epi32(_mm256_add_epi32(acc.carry, pairs(acc)), _mm256_set1_epi32(offset))};
   }
 };
 
@@ -184,7 +198,8 @@ struct SignedBytes {
     const uint8x16_t x = vld1q_u8(p);
     return {vreinterpretq_s8_u8(kShift ? veorq_u8(x, vdupq_n_u8(0x80)) : x)};
   }
-  PS_INLINE Acc start(int) { return {vdupq_n_s32(0)}; }
+  PS_INLINE Acc start() { return {vdupq_n_s32(0)}; }
+  PS_INLINE void next_plane(Acc* acc) { acc->v = vshlq_n_s32(acc->v, 8); }
   PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
     const int8x16_t x = broadcast4(a);
 #ifdef __ARM_FEATURE_DOTPROD
@@ -207,12 +222,19 @@ struct Nibbles {
   };
   struct Acc {
     int16x8_t first, second;  // of columns 0 and 1, 2 and 3
+    int32x4_t carry;
   };
   PS_INLINE Step load(const uint8_t* p) {
     const uint8x16_t x = vld1q_u8(p);
     return {vreinterpretq_s8_u8(vandq_u8(x, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(x, 4))};
   }
-  PS_INLINE Acc start(int) { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
+  PS_INLINE Acc start() { return {vdupq_n_s16(0), vdupq_n_s16(0), vdupq_n_s32(0)}; }
+  // Pairs still fit 16 bits: 16 * 15 * 127.
+  PS_INLINE int32x4_t pairs(const Acc& acc) { return vpaddlq_s16(vpaddq_s16(acc.first, acc.second)); }
+  PS_INLINE void next_plane(Acc* acc) {
+    acc->carry = vshlq_n_s32(pairs(*acc), 8);
+    acc->first = acc->second = vdupq_n_s16(0);
+  }
   PS_INLINE void add(Acc* acc, int8x16_t codes, int8x16_t x) {
     acc->first = vmlal_s8(acc->first, vget_low_s8(codes), vget_low_s8(x));
     acc->second = vmlal_s8(acc->second, vget_high_s8(codes), vget_high_s8(x));
@@ -222,8 +244,7 @@ struct Nibbles {
     add(acc, step.high, broadcast4(b));
   }
   PS_INLINE IntVec total(const Acc& acc, int offset) {
-    // Pairs still fit 16 bits: 16 * 15 * 127.
-    return {vaddq_s32(vpaddlq_s16(vpaddq_s16(acc.first, acc.second)), vdupq_n_s32(offset))};
+    return {vaddq_s32(vaddq_s32(acc.carry, pairs(acc)), vdupq_n_s32(offset))};
   }
 };
 
@@ -259,14 +280,19 @@ struct Bytes {
     std::memcpy(step.v, p, 16);
     return step;
   }
-  PS_INLINE Acc start(int offset) { return {{offset, offset, offset, offset}}; }
+  PS_INLINE Acc start() { return {}; }
+  PS_INLINE void next_plane(Acc* acc) {
+    for (int32_t& v : acc->v) v *= 256;
+  }
   PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
     for (int j = 0; j < 4; ++j) {
       const uint8_t* w = step.v + 4 * j;
       acc->v[j] += w[0] * a[0] + w[1] * a[1] + w[2] * a[2] + w[3] * a[3];
     }
   }
-  PS_INLINE IntVec total(const Acc& acc, int) { return {{acc.v[0], acc.v[1], acc.v[2], acc.v[3]}}; }
+  PS_INLINE IntVec total(const Acc& acc, int offset) {
+    return {{acc.v[0] + offset, acc.v[1] + offset, acc.v[2] + offset, acc.v[3] + offset}};
+  }
 };
 
 struct Nibbles {
@@ -283,12 +309,13 @@ struct Nibbles {
     }
     return step;
   }
-  PS_INLINE Acc start(int offset) { return Bytes::start(offset); }
+  PS_INLINE Acc start() { return Bytes::start(); }
+  PS_INLINE void next_plane(Acc* acc) { Bytes::next_plane(acc); }
   PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
     Bytes::dot(acc, step.low, a, nullptr);
     Bytes::dot(acc, step.high, b, nullptr);
   }
-  PS_INLINE IntVec total(const Acc& acc, int) { return {{acc.v[0], acc.v[1], acc.v[2], acc.v[3]}}; }
+  PS_INLINE IntVec total(const Acc& acc, int offset) { return Bytes::total(acc, offset); }
 };
 
 #endif
@@ -297,7 +324,7 @@ struct Nibbles {
 using LowBytes = Bytes;  // of formats whose codes are below 128
 #endif
 
-// ---- activations to 8 bits: 32 numbers at a time ----
+// ---- activations to two planes of 8 bits: 32 numbers at a time ----
 
 #if defined(PS_ISA_AVX512) || defined(PS_ISA_AVX2)
 
@@ -311,6 +338,22 @@ PS_INLINE void sum_codes(__m256i codes, int* sums) {
   sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(x, 1));
 }
 
+PS_INLINE void store_codes(__m256i all_high, __m256i all_low, int8_t* high, int8_t* low, int* sums) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), all_high);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), all_low);
+  int low_sums[2];
+  sum_codes(all_high, sums);
+  sum_codes(all_low, low_sums);
+  for (int half = 0; half < 2; ++half) sums[half] = 256 * sums[half] + low_sums[half];
+}
+
+#endif
+
+#if defined(PS_ISA_AVX2)
+PS_INLINE __m256i pack_codes(const __m256i* v) {
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
 #endif
 
 // The bits of the largest magnitude. As integers they are in order, inf and then NaN above all numbers.
@@ -341,31 +384,41 @@ PS_INLINE uint32_t largest_bits(const float* x) {
 #endif
 }
 
-// codes = x * inverse, rounded to nearest even (all within -127 .. 127), and the sums of both halves.
-PS_INLINE void round_to_codes(const float* x, float inverse, int8_t* codes, int* sums) {
+// x * inverse, rounded to nearest even (all within -32512 .. 32512), as 256 * high + low with both within -127 .. 127,
+// and the sums of both halves. A low code of -128 would not fit everywhere, and becomes -127.
+PS_INLINE void round_to_codes(const float* x, float inverse, int8_t* high, int8_t* low, int* sums) {
 #if defined(PS_ISA_AVX512)
   const __m512 scale = _mm512_set1_ps(inverse);
-  const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), scale));
-  const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16), scale));
-  const __m256i all = _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), all);
-  sum_codes(all, sums);
+  __m128i h[2], l[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16 * i), scale));
+    const __m512i top = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+    const __m512i rest = _mm512_sub_epi32(q, _mm512_slli_epi32(top, 8));
+    h[i] = _mm512_cvtepi32_epi8(top);
+    l[i] = _mm512_cvtepi32_epi8(_mm512_max_epi32(rest, _mm512_set1_epi32(-127)));
+  }
+  const __m256i all_high = _mm256_set_m128i(h[1], h[0]), all_low = _mm256_set_m128i(l[1], l[0]);
+  store_codes(all_high, all_low, high, low, sums);
 #elif defined(PS_ISA_AVX2)
   const __m256 scale = _mm256_set1_ps(inverse);
-  __m256i v[4];
-  for (int i = 0; i < 4; ++i) v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), scale));
-  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
-  const __m256i all = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), all);
-  sum_codes(all, sums);
+  __m256i h[4], l[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), scale));
+    h[i] = _mm256_srai_epi32(_mm256_add_epi32(q, _mm256_set1_epi32(128)), 8);
+    l[i] = _mm256_max_epi32(_mm256_sub_epi32(q, _mm256_slli_epi32(h[i], 8)), _mm256_set1_epi32(-127));
+  }
+  store_codes(pack_codes(h), pack_codes(l), high, low, sums);
 #else
   float rounded[32];
   for (int i = 0; i < 32; i += kWidth) store(rounded + i, round(load(x + i) * set1(inverse)));
-  for (int i = 0; i < 32; ++i) codes[i] = static_cast<int8_t>(static_cast<int>(rounded[i]));
-  for (int half = 0; half < 2; ++half) {
-    int sum = 0;
-    for (int i = 0; i < 16; ++i) sum += codes[16 * half + i];
-    sums[half] = sum;
+  sums[0] = sums[1] = 0;
+  for (int i = 0; i < 32; ++i) {
+    const int q = static_cast<int>(rounded[i]);
+    const int top = (q + 32896) / 256 - 128;  // floor((q + 128) / 256)
+    const int rest = q - 256 * top;
+    high[i] = static_cast<int8_t>(top);
+    low[i] = static_cast<int8_t>(rest < -127 ? -127 : rest);
+    sums[i / 16] += 256 * high[i] + low[i];
   }
 #endif
 }

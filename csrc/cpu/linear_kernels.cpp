@@ -21,10 +21,14 @@ namespace {
 
 // Tiles of rows that a piece of work goes through with one set of columns: their activations stay in the L2 cache.
 static constexpr int64_t kBlockRows = 96;
+// An activation's code is 256 * high + low, two planes of 8 bits.
+static constexpr int kPlanes = 2;
+static constexpr float kLargestCode = 127 * 256;
 // How far ahead of use codes and values are fetched.
 static constexpr int64_t kPrefetchBytes = 1024;
 
-// Activations lie tile by tile, within a tile [k][row] (codes: [k / 4][row][4]), so that a kernel walks one pointer.
+// Activations lie tile by tile, within a tile [k][row] (codes: [group][plane][k / 4][row][4]), so that a kernel walks
+// one pointer.
 struct Call {
   const LinearArgs& args;
   const uint8_t* data;
@@ -163,7 +167,7 @@ struct IntTile {
     constexpr int kMeta = 1 + kHalves;
     const int64_t depth = call.args.weight.in_features;
     const int64_t num_groups = depth / kGroup;
-    const int8_t* a = call.codes + row * depth;
+    const int8_t* a = call.codes + row * depth * kPlanes;
     const float* meta = call.meta + row * num_groups * kMeta;
     const uint8_t* codes[NV];
     const Scale* scales[NV];
@@ -183,23 +187,31 @@ struct IntTile {
         typename Codes::Acc acc[MR][NV];
         PS_UNROLL
         for (int i = 0; i < MR; ++i) {
-          const int offset = kHasMin ? 0 : static_cast<int>(bits_of(meta[i * kMeta + 1 + half]));
           PS_UNROLL
-          for (int v = 0; v < NV; ++v) acc[i][v] = Codes::start(offset);
+          for (int v = 0; v < NV; ++v) acc[i][v] = Codes::start();
         }
         PS_UNROLL
-        for (int s = half * kSteps / kHalves; s < (half + 1) * kSteps / kHalves; ++s) {
-          typename Codes::Step step[NV];
+        for (int plane = 0; plane < kPlanes; ++plane) {
           PS_UNROLL
-          for (int v = 0; v < NV; ++v) {
-            step[v] = Codes::load(codes[v] + s * 64);
-            if (v * kWidth % kPanel == 0) __builtin_prefetch(codes[v] + s * 64 + kPrefetchBytes);
+          for (int s = half * kSteps / kHalves; s < (half + 1) * kSteps / kHalves; ++s) {
+            typename Codes::Step step[NV];
+            PS_UNROLL
+            for (int v = 0; v < NV; ++v) {
+              step[v] = Codes::load(codes[v] + s * 64);
+              if (plane == 0 && v * kWidth % kPanel == 0) __builtin_prefetch(codes[v] + s * 64 + kPrefetchBytes);
+            }
+            PS_UNROLL
+            for (int i = 0; i < MR; ++i) {
+              const int8_t* x = a + plane * kGroup * MR + (s * Codes::kDepth * MR + i * 4);
+              PS_UNROLL
+              for (int v = 0; v < NV; ++v) Codes::dot(&acc[i][v], step[v], x, x + 4 * MR);
+            }
           }
+          if (plane + 1 == kPlanes) break;
           PS_UNROLL
           for (int i = 0; i < MR; ++i) {
-            const int8_t* x = a + (s * Codes::kDepth * MR + i * 4);
             PS_UNROLL
-            for (int v = 0; v < NV; ++v) Codes::dot(&acc[i][v], step[v], x, x + 4 * MR);
+            for (int v = 0; v < NV; ++v) Codes::next_plane(&acc[i][v]);
           }
         }
         PS_UNROLL
@@ -221,14 +233,15 @@ struct IntTile {
         codes[v] += kSteps * 64;
         scales[v] += kPanel * (kHalves + (kHasMin ? 1 : 0));
       }
-      a += kGroup * MR;
+      a += kPlanes * kGroup * MR;
       meta += kMeta * MR;
     }
     store_tile<MR, NV>(call.args, row, column, sum);
   }
 };
 
-// One row to 8 bits, a scale for each group of 32: x ~ scale * code. The meta words of a group are the scale, then
+// One row to two planes of 8 bits, a scale for each group of 32: x ~ scale * (256 * high + low), which leaves 15 bits:
+// with the 8 bits of one plane a small model's greedy choices change. The meta words of a group are the scale, then
 // for each half (or whole) what the kernel adds for the sum of codes: with a min the sum times the scale, else the
 // integer -zero * sum. A group that holds inf or NaN gets the scale NaN.
 //
@@ -239,16 +252,18 @@ void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int
   for (int64_t k = 0; k < depth; k += kGroup, x += kGroup, meta += height * (1 + halves)) {
     const uint32_t bits = largest_bits(x);
     const float limit = float_of(bits);
-    alignas(32) int8_t bytes[kGroup] = {};
+    alignas(32) int8_t planes[kPlanes][kGroup] = {};
     int sums[2] = {0, 0};
     float scale = 0.f;
     if (bits >= 0x7f800000) {
       scale = __builtin_nanf("");
-    } else if (limit > 1e-36f) {  // below, 127 / limit would overflow: such numbers count as zero
-      scale = limit / 127.f;
-      round_to_codes(x, 127.f / limit, bytes, sums);
+    } else if (limit > 1e-33f) {  // below, kLargestCode / limit would overflow: such numbers count as zero
+      scale = limit / kLargestCode;
+      round_to_codes(x, kLargestCode / limit, planes[0], planes[1], sums);
     }
-    for (int i = 0; i < kGroup; i += 4, codes += height * 4) std::memcpy(codes, bytes + i, 4);
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      for (int i = 0; i < kGroup; i += 4, codes += height * 4) std::memcpy(codes, planes[plane] + i, 4);
+    }
     if (halves == 1) sums[0] += sums[1];
     meta[0] = scale;
     for (int half = 0; half < halves; ++half) {
@@ -343,7 +358,7 @@ bool prepare_int(Call* call, int max_height) {
   const LinearFormat& format = kLinearFormats[args.weight.format];
   const int64_t depth = args.weight.in_features;
   const int64_t words = depth / kGroup * (1 + format.scales_per_group);
-  const int64_t code_bytes = (args.num_rows * depth + 63) / 64 * 64;
+  const int64_t code_bytes = (args.num_rows * depth * kPlanes + 63) / 64 * 64;
   auto* codes = static_cast<int8_t*>(
       thread_scratch(kScratchCall, static_cast<size_t>(code_bytes + args.num_rows * words * 4)));
   if (codes == nullptr) return false;
@@ -352,7 +367,7 @@ bool prepare_int(Call* call, int max_height) {
   call->meta = meta;
   prepare_tiles(call, max_height, [&](int64_t row, int64_t height) {
     for (int64_t i = 0; i < height; ++i) {
-      quantize_row(args.x + (row + i) * args.x_stride, depth, format, height, codes + row * depth + i * 4,
+      quantize_row(args.x + (row + i) * args.x_stride, depth, format, height, codes + row * depth * kPlanes + i * 4,
                    meta + row * words + i * (1 + format.scales_per_group));
     }
   });

@@ -142,14 +142,17 @@ def linear(
 
 
 def round_activations(x: torch.Tensor, group: int = 32) -> torch.Tensor:
-    """x as the integer formats see it: per row and group of inputs, rounded to 127ths of the largest magnitude.
+    """x as the integer formats see it: per row and group of inputs, 256 * high + low in 32512ths of the largest
+    magnitude, both codes within -127 .. 127.
 
-    Groups that hold inf or NaN become NaN; those whose numbers are all below 1e-36 become 0.
+    Groups that hold inf or NaN become NaN; those whose numbers are all below 1e-33 become 0.
     """
     groups = x.float().unflatten(-1, (-1, group))
     limit = groups.abs().amax(-1, keepdim=True)
-    steps = torch.where(limit > 1e-36, groups * (127 / limit), 0.0).round()
-    rounded = steps * (limit / 127)
+    largest = torch.full_like(limit, 32512)  # a tensor: `number / tensor` is a product with a rounded reciprocal
+    steps = torch.where(limit > 1e-33, groups * (largest / limit), 0.0).round()
+    high = ((steps + 128) / 256).floor()
+    rounded = (256 * high + (steps - 256 * high).clamp(min=-127)) * (limit / largest)
     return rounded.masked_fill(~groups.isfinite().all(-1, keepdim=True), torch.nan).flatten(-2).to(x.dtype)
 
 
