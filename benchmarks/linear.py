@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+from machine import idle_share
 
 from pagedserve.kernels import cpu, native
 from pagedserve.quantization.method import LinearWeight
@@ -39,23 +40,6 @@ class Result:
     ms: float
     gb_per_s: float
     gflop_per_s: float
-
-
-def idle_share(seconds: float = 0.5) -> float:
-    """Idle CPU time over all CPU time, from /proc/stat (NaN where there is none)."""
-
-    def read() -> tuple[int, int]:
-        with open("/proc/stat") as file:
-            numbers = [int(x) for x in file.readline().split()[1:9]]
-        return numbers[3] + numbers[4], sum(numbers)
-
-    try:
-        idle, total = read()
-        time.sleep(seconds)
-        later_idle, later_total = read()
-    except OSError:
-        return float("nan")
-    return (later_idle - idle) / max(1, later_total - total)
 
 
 def best_seconds(run: Callable[[], object], repeats: int) -> float:
