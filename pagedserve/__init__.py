@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutput", "__version__"]
 
 _EXPORTS = {
     "LLM": "pagedserve.engine.llm:LLM",
     "SamplingParams": "pagedserve.sampling_params:SamplingParams",
+    "StructuredOutput": "pagedserve.sampling_params:StructuredOutput",
     "RequestOutput": "pagedserve.outputs:RequestOutput",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_TOKEN_ID_LIST = 4096
 MAX_SEED = 2**63 - 1
+
+STRUCTURED_OUTPUT_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tags")
 
 # Below this, temperature means greedy: dividing logits by it would overflow half precision (C029).
 GREEDY_TEMPERATURE = 1e-3
@@ -42,6 +45,86 @@ class BeamParams:
             'early_stopping must be true, false or "never"',
             "early_stopping",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """What the text must look like: every token that would leave the grammar is impossible. Make one by its kind:
+
+    | kind | value | the text is |
+    |---|---|---|
+    | json_object | empty | any JSON object |
+    | json_schema | the schema, as JSON | JSON valid under the schema, properties in the schema's order |
+    | regex | the pattern | a full match |
+    | choice | a JSON list of strings | one of them |
+    | grammar | Lark (llguidance's dialect), or GBNF / EBNF with `::=` | a sentence |
+    | structural_tag | {"structures": [{begin, schema, end}], "triggers": [...]} as JSON | free, constrained in tags |
+    | tags | {"tags": [{begin, schema, end}], "separator": str, "max": int or null} as JSON | 1 to max of the tags |
+
+    `prefix` and `suffix` are text that must stand before and after; in them, as in the begin and end of tags, the
+    model's special tokens may be written as text. `whitespace` is a regex for the gaps between JSON tokens: None is a
+    bounded default (nothing, a space, or a newline with some indentation), "" none at all. With `after_text` the text
+    is free, but cannot end, until that marker (such as "</think>") was generated; the grammar holds for what follows.
+    """
+
+    kind: str
+    value: str = ""
+    prefix: str = ""
+    suffix: str = ""
+    whitespace: str | None = None
+    after_text: str | None = None
+
+    def __post_init__(self) -> None:
+        name = "structured_output"
+        kinds = ", ".join(STRUCTURED_OUTPUT_KINDS)
+        _require(self.kind in STRUCTURED_OUTPUT_KINDS, f"{name}: kind must be one of {kinds}", name)
+        for field in ("value", "prefix", "suffix"):
+            _require(isinstance(getattr(self, field), str), f"{name}: {field} must be a string", name)
+        for field in ("whitespace", "after_text"):
+            _require(isinstance(getattr(self, field), str | None), f"{name}: {field} must be a string or null", name)
+        _require(self.kind == "json_object" or bool(self.value), f"{name}: the {self.kind} is empty", name)
+        _require(self.after_text != "", f"{name}: after_text must not be empty", name)
+
+    @classmethod
+    def json_object(cls, **options: str | None) -> StructuredOutput:
+        """Any JSON object. `options` here and below: prefix, suffix, whitespace, after_text."""
+        return cls(kind="json_object", **options)
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | bool | str, **options: str | None) -> StructuredOutput:
+        """JSON valid under `schema` (as an object, or as JSON text)."""
+        return cls(kind="json_schema", value=schema if isinstance(schema, str) else _json(schema), **options)
+
+    @classmethod
+    def regex(cls, pattern: str, **options: str | None) -> StructuredOutput:
+        """A full match of `pattern` (Rust's regex syntax, without look-around and back-references)."""
+        return cls(kind="regex", value=pattern, **options)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], **options: str | None) -> StructuredOutput:
+        """Exactly one of `choices`."""
+        return cls(kind="choice", value=_json(list(choices)) if choices else "", **options)
+
+    @classmethod
+    def grammar(cls, text: str, **options: str | None) -> StructuredOutput:
+        """A sentence of a Lark or GBNF grammar."""
+        return cls(kind="grammar", value=text, **options)
+
+    @classmethod
+    def structural_tag(cls, tag: dict[str, Any] | str, **options: str | None) -> StructuredOutput:
+        """Free text, in which each trigger begins one of the structures."""
+        return cls(kind="structural_tag", value=tag if isinstance(tag, str) else _json(tag), **options)
+
+    @classmethod
+    def tags(
+        cls, tags: Sequence[dict[str, Any]], *, separator: str = "", max: int | None = None, **options: str | None
+    ) -> StructuredOutput:
+        """One to `max` (None: any number) of `tags`, each text `begin`, JSON under `schema`, text `end`.
+
+        This is what forced tool calls look like: a tag a tool, its name in `begin`, its parameters as `schema`.
+        """
+        value = {"tags": list(tags), "separator": separator, "max": max}
+        return cls(kind="tags", value=_json(value) if tags else "", **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +162,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     beam: BeamParams | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         # Lists are what clients and JSON have; tuples are what an immutable object should hold.
@@ -96,6 +180,11 @@ class SamplingParams:
         _check_distribution(self)
         _check_stopping(self)
         _check_token_lists(self)
+        _require(
+            isinstance(self.structured_output, StructuredOutput | None),
+            "structured_output must be a StructuredOutput",
+            "structured_output",
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -112,6 +201,13 @@ class SamplingParams:
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed (and validated again)."""
         return replace(self, **changes)
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_output is not JSON: {error}", param="structured_output") from error
 
 
 def _require(condition: bool, message: str, param: str) -> None:

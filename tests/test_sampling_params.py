@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 
 import pytest
 
 from pagedserve.errors import RequestError
-from pagedserve.sampling_params import MAX_STOP_STRINGS, BeamParams, SamplingParams
+from pagedserve.sampling_params import MAX_STOP_STRINGS, BeamParams, SamplingParams, StructuredOutput
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ from pagedserve.sampling_params import MAX_STOP_STRINGS, BeamParams, SamplingPar
         *[("stop_token_ids", v) for v in ([-5], ["1"], [1.5], [True], 5)],
         *[("allowed_token_ids", v) for v in ([], [-1], ["a"])],
         *[("bad_words", v) for v in ([""], ["  "], [5], ["w"] * 10**5)],
+        *[("structured_output", v) for v in ("json", {"type": "object"}, 5)],
         *[("logit_bias", v) for v in ({-1: 5.0}, {5: 101.0}, {5: "x"}, {5: float("nan")}, {"5": 1.0}, [5])],
     ],
 )
@@ -80,3 +83,33 @@ def test_how_many_sequences_are_computed() -> None:
     assert SamplingParams(n=2).num_sequences == 2
     assert SamplingParams(n=2, best_of=5).num_sequences == 5
     assert SamplingParams(n=2, beam=BeamParams(width=4)).num_sequences == 4
+
+
+def test_a_schema_is_held_as_json_in_its_own_order() -> None:
+    schema = {"properties": {"b": {"const": "é"}, "a": {}}, "type": "object"}
+    output = StructuredOutput.json_schema(schema, prefix="<a>")
+    assert output.value == '{"properties":{"b":{"const":"é"},"a":{}},"type":"object"}'
+    assert output == StructuredOutput.json_schema(output.value, prefix="<a>")
+    assert {output: 1}[output] == 1
+    tags = StructuredOutput.tags([{"begin": "<f>", "schema": schema, "end": "</f>"}], max=2)
+    assert json.loads(tags.value)["tags"][0]["schema"] == schema
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StructuredOutput(kind="xml", value="x"),
+        lambda: StructuredOutput.regex(""),
+        lambda: StructuredOutput.choice([]),
+        lambda: StructuredOutput.tags([]),
+        lambda: StructuredOutput.grammar(5),
+        lambda: StructuredOutput.json_schema({"const": float("nan")}),
+        lambda: StructuredOutput.json_schema({"const": {1}}),
+        lambda: StructuredOutput.json_object(prefix=None),
+        lambda: StructuredOutput.json_object(after_text=""),
+    ],
+)
+def test_a_structured_output_that_says_nothing_is_refused(make: Callable[[], StructuredOutput]) -> None:
+    with pytest.raises(RequestError) as raised:
+        make()
+    assert raised.value.param == "structured_output"

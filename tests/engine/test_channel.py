@@ -37,7 +37,7 @@ from pagedserve.messages import (
     StartupFailed,
     StopSequences,
 )
-from pagedserve.sampling_params import BeamParams, SamplingParams
+from pagedserve.sampling_params import BeamParams, SamplingParams, StructuredOutput
 from pagedserve.sequence import Request
 from pagedserve.step import KVCacheSpec, MemoryPlan, TokenLogprobs
 
@@ -58,6 +58,7 @@ FULL_PARAMS = SamplingParams(
     bad_words=("x",),
     bad_words_token_ids=((1, 2), (3,)),
     beam=BeamParams(width=3, early_stopping="never"),
+    structured_output=StructuredOutput.json_schema({"const": "🦜"}, prefix="<", whitespace="", after_text="</think>"),
 )
 SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", bytes_per_block=2048)
 PLAN = MemoryPlan(weights_bytes=1, kv_bytes=2, num_device_blocks=3, num_host_blocks=4, spec=SPEC)
