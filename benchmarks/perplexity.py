@@ -2,6 +2,7 @@
 
     python benchmarks/perplexity.py                                  the demo model, as its file is and in other formats
     python benchmarks/perplexity.py --model FILE --formats auto,int8,int4 --text book.txt --json
+    python benchmarks/perplexity.py --formats float32/bfloat16,float32/int8 --check float32/int8   KV cache dtypes
 
 The baseline is `--weights-dtype float32`: GGUF integers dequantised exactly, fp32 products, so that the loss is that
 of the format's products (activations rounded to 15 bits) and of whatever it quantises. Without --text the text is
@@ -26,7 +27,7 @@ BASELINE = "float32"
 
 @dataclass
 class Result:
-    weights_dtype: str
+    format: str
     perplexity: float
     loss_percent: float  # growth of perplexity over the baseline
     max_nll_change: float  # of one window, in nats a token
@@ -50,11 +51,19 @@ def reference_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def read(model: str, weights_dtype: str, text: str, num_tokens: int, window: int) -> Reading:
-    """Teacher-forced log-probabilities of the text, in windows that know nothing of each other."""
+def read(model: str, fmt: str, text: str, num_tokens: int, window: int) -> Reading:
+    """Teacher-forced log-probabilities of the text, in windows that know nothing of each other.
+
+    `fmt` is a weights dtype, or one and a KV cache dtype: "auto/int8".
+    """
+    weights_dtype, _, kv_cache_dtype = fmt.partition("/")
     num_blocks = (window // 16 + 2) * 8
     with LLM(
-        model=model, weights_dtype=weights_dtype, num_device_blocks=num_blocks, enable_prefix_caching=False
+        model=model,
+        weights_dtype=weights_dtype,
+        kv_cache_dtype=kv_cache_dtype or "auto",
+        num_device_blocks=num_blocks,
+        enable_prefix_caching=False,
     ) as llm:
         ids = llm.engine.tokenizer.encode(text[: num_tokens * 16])[:num_tokens]
         windows = [ids[i : i + window] for i in range(0, len(ids) - window + 1, window)]
@@ -63,7 +72,7 @@ def read(model: str, weights_dtype: str, text: str, num_tokens: int, window: int
     reading = Reading([], [])
     for output in outputs:
         if output.error is not None or output.prompt_logprobs is None:
-            sys.exit(f"{weights_dtype}: {output.error or 'no log-probabilities came back'}")
+            sys.exit(f"{fmt}: {output.error or 'no log-probabilities came back'}")
         entries = [entry for entry in output.prompt_logprobs if entry is not None]
         reading.window_nll.append(-math.fsum(entry.logprobs[0] for entry in entries) / len(entries))
         reading.best_ids += [
@@ -72,11 +81,11 @@ def read(model: str, weights_dtype: str, text: str, num_tokens: int, window: int
     return reading
 
 
-def compare(weights_dtype: str, reading: Reading, baseline: Reading) -> Result:
+def compare(fmt: str, reading: Reading, baseline: Reading) -> Result:
     pairs = zip(reading.window_nll, baseline.window_nll, strict=True)
     same = sum(a == b for a, b in zip(reading.best_ids, baseline.best_ids, strict=True))
     return Result(
-        weights_dtype=weights_dtype,
+        format=fmt,
         perplexity=math.exp(reading.nll),
         loss_percent=100 * (math.exp(reading.nll - baseline.nll) - 1),
         max_nll_change=max(a - b for a, b in pairs),
@@ -99,24 +108,22 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8") if args.text else reference_text()
     baseline = read(args.model, BASELINE, text, args.tokens, args.window)
     results = []
-    for weights_dtype in [BASELINE, *args.formats.split(",")]:
-        reading = baseline
-        if weights_dtype != BASELINE:
-            reading = read(args.model, weights_dtype, text, args.tokens, args.window)
-        results.append(compare(weights_dtype, reading, baseline))
+    for fmt in [BASELINE, *args.formats.split(",")]:
+        reading = baseline if fmt == BASELINE else read(args.model, fmt, text, args.tokens, args.window)
+        results.append(compare(fmt, reading, baseline))
     num_tokens = len(baseline.window_nll) * args.window
     if args.json:
         print(json.dumps({"model": args.model, "tokens": num_tokens, "results": [asdict(r) for r in results]}))
     else:
         print(f"{args.model}: {num_tokens} tokens in windows of {args.window}")
-        print(f"{'weights':10}{'perplexity':>12}{'loss':>9}{'worst window':>14}{'greedy':>9}")
+        print(f"{'format':18}{'perplexity':>12}{'loss':>9}{'worst window':>14}{'greedy':>9}")
         for r in results:
             print(
-                f"{r.weights_dtype:10}{r.perplexity:12.4f}{r.loss_percent:8.2f}%{r.max_nll_change:+14.4f}"
+                f"{r.format:18}{r.perplexity:12.4f}{r.loss_percent:8.2f}%{r.max_nll_change:+14.4f}"
                 f"{r.greedy_agreement:9.4f}"
             )
     checked = args.check.split(",")
-    sys.exit(any(r.loss_percent > args.limit for r in results if r.weights_dtype in checked))
+    sys.exit(any(r.loss_percent > args.limit for r in results if r.format in checked))
 
 
 if __name__ == "__main__":

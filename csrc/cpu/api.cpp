@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kCopyBytes = 64 * 1024;
 
 int check_kv_cache(const ps_kv_cache* kv_cache) {
-  if (kv_cache->dtype < PS_F32 || kv_cache->dtype > PS_F16) {
+  if (kv_cache->dtype < PS_F32 || kv_cache->dtype > PS_I8) {
     return fail(PS_INVALID_ARGUMENT, "unknown KV cache dtype %d", kv_cache->dtype);
   }
   if (kv_cache->block_size < 1 || kv_cache->head_dim < 1 || kv_cache->num_kv_heads < 1) {
@@ -23,6 +23,10 @@ int check_kv_cache(const ps_kv_cache* kv_cache) {
   }
   if ((kv_cache->block_size & (kv_cache->block_size - 1)) != 0) {
     return fail(PS_UNSUPPORTED, "block_size is %lld: it must be a power of two", (long long)kv_cache->block_size);
+  }
+  const bool aligned = reinterpret_cast<uintptr_t>(kv_cache->data) % 4 == 0 && kv_cache->block_stride % 4 == 0;
+  if (kv_cache->dtype == PS_I8 && !(aligned && kv_cache->head_dim % 4 == 0)) {
+    return fail(PS_UNSUPPORTED, "an 8-bit KV cache needs head_dim, block_stride and address in multiples of 4");
   }
   return PS_OK;
 }

@@ -8,7 +8,8 @@
 // Same bits whatever the batch, the chunks and the threads: every item row has registers of its own, its sums
 // run in the order of d (scores), of positions (values), of tiles and of splits, and a tile or split that a row
 // cannot see changes nothing (p = 0, factor 1). Which rows share a register tile, and whether K and V were
-// widened beforehand, does not enter.
+// widened beforehand, does not enter. Of an 8-bit cache the codes are multiplied, and a token's scale enters once:
+// into its score, and into its weight where values are summed.
 #include "attention_tile.h"
 #include "kernels.h"
 #include "scratch.h"
@@ -248,7 +249,8 @@ void paged_attention(float* out, int64_t out_stride, const float* query, int64_t
   problem.head_dim = kv.head_dim;
   problem.block_size = kv.block_size;
   problem.block_stride = kv.block_stride;
-  problem.head_size = kv.head_dim * kv.block_size;
+  problem.num_codes = kv.head_dim * kv.block_size;
+  problem.head_size = problem.num_codes + (kv.dtype == PS_I8 ? kv.block_size * int64_t{sizeof(float)} : 0);
   problem.kv_data = kv.data;
   problem.rows = &rows;
   problem.scale = scale;
@@ -258,6 +260,7 @@ void paged_attention(float* out, int64_t out_stride, const float* query, int64_t
   switch (kv.dtype) {
     case PS_F32: attend<float>(problem, status); break;
     case PS_BF16: attend<bf16>(problem, status); break;
+    case PS_I8: attend<int8_t>(problem, status); break;
     default: attend<f16>(problem, status); break;
   }
   if (*status == PS_OUT_OF_MEMORY) fail(PS_OUT_OF_MEMORY, "no memory for the attention working set");

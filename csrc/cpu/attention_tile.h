@@ -23,7 +23,8 @@ struct Problem {
   int64_t out_stride;
   const float* query;
   int64_t query_stride;
-  int64_t num_heads, num_kv_heads, group, head_dim, block_size, block_stride, head_size;
+  int64_t num_heads, num_kv_heads, group, head_dim, block_size, block_stride;
+  int64_t head_size, num_codes;  // what a block holds of one head's K or V: elements in all, and without scales
   const void* kv_data;
   const ps_attention_rows* rows;
   float scale;
@@ -50,6 +51,8 @@ struct Scratch {
   float* weights;  // [num_rows][kTile]
   float* rescale;  // [num_rows]
   float* keys;     // [head_dim][kTile]
+  float* key_scales;    // [kTile], of an 8-bit cache
+  float* value_scales;  // [kTile]
   float* tokens;   // [kTile][head_dim], values
   State split, total;
 };
@@ -79,13 +82,15 @@ State carve_state(Carver& carver, int64_t rows, int64_t head_dim) {
 
 bool carve(Scratch& scratch, int64_t rows, int64_t head_dim) {
   const int64_t floats = padded(rows * head_dim) + padded(rows * kTile) + padded(rows) +
-                         2 * padded(head_dim * kTile) + 2 * state_floats(rows, head_dim);
+                         2 * kTile + 2 * padded(head_dim * kTile) + 2 * state_floats(rows, head_dim);
   Carver carver{static_cast<float*>(thread_scratch(kScratchPiece, floats * sizeof(float)))};
   if (carver.next == nullptr) return false;
   scratch.query = carver.take(rows * head_dim);
   scratch.weights = carver.take(rows * kTile);
   scratch.rescale = carver.take(rows);
   scratch.keys = carver.take(head_dim * kTile);
+  scratch.key_scales = carver.take(kTile);
+  scratch.value_scales = carver.take(kTile);
   scratch.tokens = carver.take(head_dim * kTile);
   scratch.split = carve_state(carver, rows, head_dim);
   scratch.total = carve_state(carver, rows, head_dim);
@@ -130,6 +135,18 @@ void locate(const Problem& problem, const Item& item, int64_t tile_start, Tile<T
     const T* k = data + block * problem.block_stride;
     tile.keys[i] = k + offset;
     tile.values[i] = k + problem.num_kv_heads * problem.head_size + offset * problem.head_dim;
+  }
+}
+
+// The scales of a tile of an 8-bit cache, which follow a head's codes. Tokens that nobody sees get anything.
+void gather_scales(const Problem& problem, const Tile<int8_t>& tile, int64_t tile_start, const Scratch& scratch) {
+  const int len = tile.segment_len;
+  for (int i = 0; i * len < tile.end; ++i) {
+    const int64_t offset = (tile_start + int64_t{i} * len) % problem.block_size;
+    const int8_t* k = tile.keys[i] - offset + problem.num_codes;
+    const int8_t* v = tile.values[i] - offset * problem.head_dim + problem.num_codes;
+    std::memcpy(scratch.key_scales + i * len, reinterpret_cast<const float*>(k) + offset, len * sizeof(float));
+    std::memcpy(scratch.value_scales + i * len, reinterpret_cast<const float*>(v) + offset, len * sizeof(float));
   }
 }
 
@@ -271,12 +288,15 @@ void accumulate_rows(const Tile<T>& tile, int64_t head_dim, const float* weights
   }
 
 // Scores to weights e^(score - maximum), rows' sums and maxima updated; tokens the row cannot see weigh 0.
-void soften(const Problem& problem, int begin, int end, int num_vecs, float* weights, float* rescale,
-            float* maximum, float* sum) {
+// kScaled: scores and weights are of codes, which still lack the scales of their tokens.
+template <bool kScaled>
+void soften(const Problem& problem, const Scratch& scratch, int begin, int end, int num_vecs, float* weights,
+            float* rescale, float* maximum, float* sum) {
   const float negative_infinity = -__builtin_inff();
   Vec highest = set1(kLowest);
   for (int v = 0; v < num_vecs; ++v) {
     Vec x = load(weights + v * kWidth);
+    if (kScaled) x = x * load(scratch.key_scales + v * kWidth);
     if (problem.soft_cap > 0.f) {  // cap * tanh(x / cap)
       const Vec e = exp(x * set1(2.f / problem.soft_cap));
       x = set1(problem.soft_cap) * (set1(1.f) - set1(2.f) / (e + set1(1.f)));
@@ -295,7 +315,7 @@ void soften(const Problem& problem, int begin, int end, int num_vecs, float* wei
   Vec tile_sum = zero();
   for (int v = 0; v < num_vecs; ++v) {
     const Vec p = exp(load(weights + v * kWidth) - set1(new_maximum));
-    store(weights + v * kWidth, p);
+    store(weights + v * kWidth, kScaled ? p * load(scratch.value_scales + v * kWidth) : p);
     tile_sum = tile_sum + p;
   }
   *rescale = *maximum == new_maximum ? 1.f : exp_of(*maximum - new_maximum);
@@ -330,6 +350,8 @@ void attend_tile(const Problem& problem, const Item& item, const Scratch& scratc
   Tile<T> tile;
   locate(problem, item, tile_start, tile);
   const int num_vecs = (tile.end + kWidth - 1) / kWidth;
+  constexpr bool kScaled = sizeof(T) == 1;
+  if constexpr (kScaled) gather_scales(problem, tile, tile_start, scratch);
   const bool shared = sizeof(T) < sizeof(float) && item.num_rows > kMaxRowGroup;
 
   if (shared || tile.segment_len % kWidth != 0) {
@@ -352,9 +374,9 @@ void attend_tile(const Problem& problem, const Item& item, const Scratch& scratc
     const int64_t position = first_position + row / problem.group;
     const int64_t seen_end = min_of(position + 1 - tile_start, kTile);
     const int64_t seen_begin = problem.window > 0 ? max_of(0, position + 1 - problem.window - tile_start) : 0;
-    soften(problem, static_cast<int>(min_of(seen_begin, kTile)), static_cast<int>(max_of(seen_end, 0)), num_vecs,
-           scratch.weights + row * kTile, scratch.rescale + row, scratch.split.maximum + row,
-           scratch.split.sum + row);
+    soften<kScaled>(problem, scratch, static_cast<int>(min_of(seen_begin, kTile)),
+                    static_cast<int>(max_of(seen_end, 0)), num_vecs, scratch.weights + row * kTile,
+                    scratch.rescale + row, scratch.split.maximum + row, scratch.split.sum + row);
   }
 
   if (shared) {

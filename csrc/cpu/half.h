@@ -1,4 +1,4 @@
-// 16-bit floats as they lie in memory, and their conversion one by one (any CPU, same bits as torch's).
+// 16-bit floats and 8-bit codes as they lie in memory, and their conversion one by one (any CPU, same bits as torch's).
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,8 @@ static inline float float_of(uint32_t u) {
 }
 
 static inline float to_float(float x) { return x; }
+
+static inline float to_float(int8_t x) { return static_cast<float>(x); }
 
 static inline float to_float(bf16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 

@@ -36,12 +36,18 @@ template <class T>
 PS_INLINE Vec load(const T* p) {
   return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), T());
 }
+PS_INLINE Vec load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 PS_INLINE Vec load_partial(const float* p, int n) {
   return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p)};
 }
 template <class T>
 PS_INLINE Vec load_partial(const T* p, int n) {
   return widen(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p), T());
+}
+PS_INLINE Vec load_partial(const int8_t* p, int n) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n) - 1), p)))};
 }
 PS_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 PS_INLINE void store_partial(float* p, Vec a, int n) {
@@ -98,6 +104,9 @@ PS_INLINE Vec widen(__m128i x, f16) { return {_mm256_cvtph_ps(x)}; }
 template <class T>
 PS_INLINE Vec load(const T* p) {
   return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), T());
+}
+PS_INLINE Vec load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 PS_INLINE Vec load_partial(const float* p, int n) { return {_mm256_maskload_ps(p, lane_mask(n))}; }
 template <class T>
@@ -157,6 +166,11 @@ PS_INLINE Vec load(const bf16* p) {
 }
 PS_INLINE Vec load(const f16* p) {
   return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))))};
+}
+PS_INLINE Vec load(const int8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, 4);
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four))))))};
 }
 template <class T>
 PS_INLINE Vec load_partial(const T* p, int n) {

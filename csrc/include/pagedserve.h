@@ -23,7 +23,7 @@ enum ps_status {
   PS_OUT_OF_MEMORY = 3
 };
 
-enum ps_dtype { PS_F32 = 0, PS_BF16 = 1, PS_F16 = 2 };
+enum ps_dtype { PS_F32 = 0, PS_BF16 = 1, PS_F16 = 2, PS_I8 = 3 /* of KV caches only */ };
 
 enum ps_activation { PS_SILU = 0, PS_GELU_TANH = 1, PS_GELU_ERF = 2 };
 
@@ -58,7 +58,9 @@ PS_API int ps_gated_activation(int activation, float* out, int64_t out_stride, c
                                int64_t num_rows, int64_t dim);
 
 /* One layer's view of a KV pool. Block b starts at data + b * block_stride and holds
- * K [num_kv_heads][head_dim][block_size], then V [num_kv_heads][block_size][head_dim]. */
+ * K [num_kv_heads][head_dim][block_size], then V [num_kv_heads][block_size][head_dim]. With PS_I8 each head's codes
+ * are followed by its tokens' fp32 scales, [block_size]; block_stride counts bytes then, and head_dim, block_stride and
+ * the address are multiples of 4. */
 typedef struct ps_kv_cache {
   void* data;
   int64_t block_stride;

@@ -70,8 +70,9 @@ template <int kDtype, int kBlockSize>
 Floats attention() {
   constexpr int64_t kHeads = 6, kKvHeads = 2, kHeadDim = 40, kSeqLen = 70, kQueryLen = 9;
   constexpr int64_t kNumBlocks = (kSeqLen + kBlockSize - 1) / kBlockSize;
-  constexpr int64_t kBlockElements = 2 * kKvHeads * kBlockSize * kHeadDim;
-  std::vector<uint8_t> pool(kNumBlocks * kBlockElements * (kDtype == PS_F32 ? 4 : 2), 0xff);
+  constexpr int64_t kBlockElements = 2 * kKvHeads * kBlockSize * (kHeadDim + (kDtype == PS_I8 ? 4 : 0));
+  constexpr int64_t kElementBytes = kDtype == PS_F32 ? 4 : kDtype == PS_I8 ? 1 : 2;
+  std::vector<uint8_t> pool(kNumBlocks * kBlockElements * kElementBytes, 0xff);
   const ps_kv_cache kv_cache{pool.data(), kBlockElements, kNumBlocks, kKvHeads, kHeadDim, kBlockSize, kDtype};
   std::vector<int32_t> table(kNumBlocks);
   std::vector<int64_t> slots(kSeqLen);
@@ -133,6 +134,8 @@ const Case kCases[] = {
     {"attention bf16, blocks of 16", attention<PS_BF16, 16>},
     {"attention bf16, blocks of 2", attention<PS_BF16, 2>},
     {"attention fp16, blocks of 64", attention<PS_F16, 64>},
+    {"attention int8, blocks of 16", attention<PS_I8, 16>},
+    {"attention int8, blocks of 2", attention<PS_I8, 2>},
     {"linear fp32", linear<PS_LINEAR_F32>},
     {"linear bf16", linear<PS_LINEAR_BF16>},
     {"linear fp16", linear<PS_LINEAR_F16>},

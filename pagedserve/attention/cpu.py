@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from pagedserve.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
-from pagedserve.kernels import cpu, native
+from pagedserve.kernels import cpu, native, reference
 
-_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -34,8 +33,8 @@ class CpuBackend(AttentionBackend):
             return f"it runs on the CPU, not on {spec.device.type}"
         if spec.dtype is not torch.float32:
             return f"its activations are fp32, not {spec.dtype}"
-        if spec.kv_cache_dtype not in _KV_DTYPES:
-            return f"its KV cache is fp32, bf16 or fp16, not {spec.kv_cache_dtype}"
+        if spec.kv_cache_dtype not in native.KV_DTYPES:
+            return f"its KV cache is fp32, bf16, fp16 or int8, not {spec.kv_cache_dtype}"
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads"
         if spec.head_dim % 8:
@@ -48,7 +47,8 @@ class CpuBackend(AttentionBackend):
 
     @property
     def layer_block_shape(self) -> tuple[int, ...]:
-        return (2, self.spec.num_kv_heads, self.spec.block_size * self.spec.head_dim)
+        token_size = reference.kv_token_size(self.spec.head_dim, self.spec.kv_cache_dtype)
+        return (2, self.spec.num_kv_heads, self.spec.block_size * token_size)
 
     def build_metadata(
         self,
@@ -75,7 +75,7 @@ class CpuBackend(AttentionBackend):
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, *layer_block_shape]
         metadata: CpuMetadata,
         *,
         sliding_window: int | None = None,
@@ -90,7 +90,7 @@ class CpuBackend(AttentionBackend):
         qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions: torch.Tensor,  # int64 [num_tokens]
         cos_sin: torch.Tensor,  # [max_position, rotary_dim]
-        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, *layer_block_shape]
         metadata: CpuMetadata,
         *,
         sliding_window: int | None = None,

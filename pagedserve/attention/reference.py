@@ -17,18 +17,21 @@ class ReferenceBackend(AttentionBackend):
     def why_not(cls, spec: AttentionSpec) -> str | None:
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads"
+        if not spec.kv_cache_dtype.is_floating_point and spec.kv_cache_dtype is not torch.int8:
+            return f"its KV cache holds floats or int8, not {spec.kv_cache_dtype}"
         return None
 
     @property
     def layer_block_shape(self) -> tuple[int, ...]:
-        return (2, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_dim)
+        token_size = reference.kv_token_size(self.spec.head_dim, self.spec.kv_cache_dtype)
+        return (2, self.spec.num_kv_heads, self.spec.block_size, token_size)
 
     def forward(
         self,
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, *layer_block_shape]
         metadata: AttentionMetadata,
         *,
         sliding_window: int | None = None,

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from pagedserve.kernels import native
+from pagedserve.kernels import native, reference
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
 
@@ -55,13 +55,14 @@ def _kv_cache(
 
 
 def _kv_struct(kv_cache: torch.Tensor, head_dim: int) -> native.KVCacheStruct:
-    """The C description of a layer's view [num_blocks, 2, num_kv_heads, block_size * head_dim]."""
-    dtype = native.DTYPES.get(kv_cache.dtype)
+    """The C description of a layer's view [num_blocks, 2, num_kv_heads, block_size * head_dim] (int8: head_dim + 4)."""
+    dtype = native.KV_DTYPES.get(kv_cache.dtype)
     if dtype is None or not kv_cache.is_cpu:
-        raise TypeError(f"kv_cache must be fp32, bf16 or fp16 on the CPU, it is {kv_cache.dtype}")
-    if kv_cache.dim() != 4 or kv_cache.shape[1] != 2 or kv_cache.shape[3] % head_dim:
+        raise TypeError(f"kv_cache must be fp32, bf16, fp16 or int8 on the CPU, it is {kv_cache.dtype}")
+    token_size = reference.kv_token_size(head_dim, kv_cache.dtype)
+    if kv_cache.dim() != 4 or kv_cache.shape[1] != 2 or kv_cache.shape[3] % token_size:
         raise ValueError(
-            "kv_cache must be [num_blocks, 2, num_kv_heads, block_size * head_dim] with head_dim "
+            f"kv_cache must be [num_blocks, 2, num_kv_heads, block_size * {token_size}] with head_dim "
             f"{head_dim}, it is {tuple(kv_cache.shape)}"
         )
     num_blocks, _, num_kv_heads, head_size = kv_cache.shape
@@ -69,7 +70,7 @@ def _kv_struct(kv_cache: torch.Tensor, head_dim: int) -> native.KVCacheStruct:
     if kv_cache.stride()[1:] != (num_kv_heads * head_size, head_size, 1):
         raise ValueError(f"kv_cache must be contiguous within a block: strides {kv_cache.stride()}")
     return _kv_cache(
-        kv_cache.data_ptr(), block_stride, num_blocks, num_kv_heads, head_dim, head_size // head_dim, dtype
+        kv_cache.data_ptr(), block_stride, num_blocks, num_kv_heads, head_dim, head_size // token_size, dtype
     )
 
 

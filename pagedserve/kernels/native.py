@@ -50,6 +50,7 @@ SIGNATURES: dict[str, str] = {
 }
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPES = {**DTYPES, torch.int8: 3}
 LINEAR_FORMATS = {
     name: number
     for number, name in enumerate(

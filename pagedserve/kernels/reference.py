@@ -49,15 +49,48 @@ def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> to
     return _into(out, activated * up)
 
 
+SCALE_BYTES = 4  # of a token's fp32 scale in an 8-bit cache
+
+
+def kv_token_size(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Elements that one token's K (or V) takes in one head's part of a block: an int8 cache keeps a scale with it."""
+    return head_dim + SCALE_BYTES if kv_dtype is torch.int8 else head_dim
+
+
 def split_kv(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as views [num_blocks, num_kv_heads, block_size, head_dim] of a layer's cache in either layout:
     [num_blocks, 2, num_kv_heads, block_size, head_dim], or, with K transposed within a block as the native
-    kernels want it, [num_blocks, 2, num_kv_heads, block_size * head_dim]."""
+    kernels want it, [num_blocks, 2, num_kv_heads, block_size * head_dim]. Of an int8 cache they are the codes."""
     if kv_cache.dim() == 5:
-        return kv_cache[:, 0], kv_cache[:, 1]
-    block_size = kv_cache.shape[-1] // head_dim
-    keys = kv_cache[:, 0].unflatten(-1, (head_dim, block_size)).transpose(-1, -2)
-    return keys, kv_cache[:, 1].unflatten(-1, (block_size, head_dim))
+        return kv_cache[:, 0, ..., :head_dim], kv_cache[:, 1, ..., :head_dim]
+    block_size = kv_cache.shape[-1] // kv_token_size(head_dim, kv_cache.dtype)
+    codes = kv_cache[..., : block_size * head_dim]
+    keys = codes[:, 0].unflatten(-1, (head_dim, block_size)).transpose(-1, -2)
+    return keys, codes[:, 1].unflatten(-1, (block_size, head_dim))
+
+
+def split_kv_scales(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of an int8 cache's K and V, as views of their bytes: int8 [num_blocks, num_kv_heads, block_size, 4].
+
+    They follow a token's codes in the first layout of `split_kv`, and all codes of a head in the second."""
+    if kv_cache.dim() == 5:
+        return kv_cache[:, 0, ..., head_dim:], kv_cache[:, 1, ..., head_dim:]
+    block_size = kv_cache.shape[-1] // kv_token_size(head_dim, kv_cache.dtype)
+    scales = kv_cache[..., block_size * head_dim :].unflatten(-1, (block_size, SCALE_BYTES))
+    return scales[:, 0], scales[:, 1]
+
+
+def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 codes like x [..., head_dim] and fp32 scales [..., 1]: the largest magnitude becomes 127.
+
+    A head that holds inf or NaN gets the scale NaN; one whose numbers are all below 1e-33 becomes 0.
+    """
+    limit = x.float().abs().amax(-1, keepdim=True)
+    largest = torch.full_like(limit, 127)  # a tensor: `number / tensor` is a product with a rounded reciprocal
+    codes = torch.where(limit > 1e-33, x * (largest / limit), 0.0).round()
+    scales = torch.where(limit > 1e-33, limit / largest, 0.0)
+    finite = x.isfinite().all(-1, keepdim=True)
+    return codes.masked_fill(~finite, 0).to(torch.int8), scales.masked_fill(~finite, torch.nan)
 
 
 def write_kv(
@@ -70,8 +103,14 @@ def write_kv(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // keys.shape[2], slots % keys.shape[2]
-    keys[blocks, :, offsets] = key[kept].to(keys.dtype)
-    values[blocks, :, offsets] = value[kept].to(values.dtype)
+    if kv_cache.dtype is not torch.int8:
+        keys[blocks, :, offsets] = key[kept].to(keys.dtype)
+        values[blocks, :, offsets] = value[kept].to(values.dtype)
+        return
+    for x, codes, scales in zip((key, value), (keys, values), split_kv_scales(kv_cache, key.shape[-1]), strict=True):
+        quantized, scale = quantize_kv(x[kept])
+        codes[blocks, :, offsets] = quantized
+        scales[blocks, :, offsets] = scale.contiguous().view(torch.int8)
 
 
 def paged_attention(
@@ -87,6 +126,7 @@ def paged_attention(
 ) -> torch.Tensor:
     head_dim = query.shape[-1]
     keys, values = split_kv(kv_cache, head_dim)
+    key_scales, value_scales = split_kv_scales(kv_cache, head_dim) if kv_cache.dtype is torch.int8 else (None, None)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     starts = query_start_loc.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):
@@ -97,8 +137,8 @@ def paged_attention(
         # Blocks behind the window may be gone: only what some query sees is read.
         seen = 0 if sliding_window is None else max(0, first_position + 1 - sliding_window)
         positions = torch.arange(seen, seq_len, device=query.device)
-        k = _gather(keys, block_tables[row], positions)  # [num_kv_heads, context, head_dim]
-        v = _gather(values, block_tables[row], positions)
+        k = _gather(keys, key_scales, block_tables[row], positions)  # [num_kv_heads, context, head_dim]
+        v = _gather(values, value_scales, block_tables[row], positions)
         q = query[start:end].float().transpose(0, 1)  # [num_heads, query_len, head_dim]
         group = q.shape[0] // k.shape[0]
         scores = (q * scale) @ k.repeat_interleave(group, 0).transpose(1, 2)
@@ -114,10 +154,15 @@ def paged_attention(
     return out
 
 
-def _gather(blocks: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _gather(
+    blocks: torch.Tensor, scales: torch.Tensor | None, table: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     block_size = blocks.shape[2]
-    found = blocks[table[positions // block_size].long(), :, positions % block_size]
-    return found.float().transpose(0, 1)  # [num_kv_heads, context, head_dim]
+    block_ids, offsets = table[positions // block_size].long(), positions % block_size
+    found = blocks[block_ids, :, offsets].float()
+    if scales is not None:
+        found = found * scales[block_ids, :, offsets].contiguous().view(torch.float32)
+    return found.transpose(0, 1)  # [num_kv_heads, context, head_dim]
 
 
 def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch.testing import assert_close
 
 from pagedserve.attention import BACKENDS, AttentionBackend, AttentionSpec
 from pagedserve.kernels import reference
+from tests.helpers.paged_batch import poisoned_pool
 
 NUM_BLOCKS, NUM_LAYERS = 40, 3
 # Each step: how many tokens of each of three rows; prefill, chunks, decode and rows that pause, mixed.
@@ -40,7 +43,8 @@ def make_backend(name: str, **changes: object) -> AttentionBackend:
 def run_steps(backend: AttentionBackend, q, k, v, layer: int, window: int | None = None) -> list[torch.Tensor]:
     """Feeds the rows' tokens step by step through one layer of a poisoned pool; outputs per row, in order."""
     spec = backend.spec
-    pool = torch.full((NUM_BLOCKS, NUM_LAYERS, *backend.layer_block_shape), float("nan"), dtype=spec.kv_cache_dtype)
+    pool = poisoned_pool(NUM_BLOCKS, NUM_LAYERS, *backend.layer_block_shape, dtype=spec.kv_cache_dtype)
+    before = pool.clone()
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).int()
     per_row = NUM_BLOCKS // 3
     tables = torch.stack([order[row * per_row : (row + 1) * per_row] for row in range(3)])
@@ -68,7 +72,7 @@ def run_steps(backend: AttentionBackend, q, k, v, layer: int, window: int | None
         for row, part in zip(rows, out.split(counts), strict=True):
             outputs[row].append(part)
     untouched = [other for other in range(NUM_LAYERS) if other != layer]
-    assert pool[:, untouched].isnan().all()
+    assert torch.equal(pool[:, untouched].view(torch.uint8), before[:, untouched].view(torch.uint8))
     return [torch.cat(parts) for parts in outputs]
 
 
@@ -98,7 +102,7 @@ def test_steps_equal_the_whole_sequence_at_once(name: str, block_size: int, wind
         assert_close(out.double(), wanted, atol=3e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_cache_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 def test_cpu_equals_reference(kv_cache_dtype: torch.dtype, soft_cap: float | None) -> None:
     q, k, v = rows_of_random_tokens(6, 16), rows_of_random_tokens(2, 16), rows_of_random_tokens(2, 16)
@@ -123,11 +127,9 @@ def test_a_layer_may_have_its_own_window(name: str) -> None:
 
 def test_a_block_takes_the_bytes_of_its_tokens() -> None:
     for name in BACKENDS:
-        backend = make_backend(name)
-        elements = 1
-        for size in backend.layer_block_shape:
-            elements *= size
-        assert elements == 2 * 2 * 8 * 16  # K and V, 2 KV heads, 8 tokens, head_dim 16
+        # K and V, 2 KV heads, 8 tokens, head_dim 16; with 8 bits an fp32 scale for each head and token.
+        assert math.prod(make_backend(name).layer_block_shape) == 2 * 2 * 8 * 16
+        assert math.prod(make_backend(name, kv_cache_dtype=torch.int8).layer_block_shape) == 2 * 2 * 8 * (16 + 4)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

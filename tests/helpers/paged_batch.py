@@ -12,6 +12,21 @@ from pagedserve.kernels import reference
 NUM_LAYERS = 2  # of the pool; the batch uses the last, so that its blocks are not neighbours
 
 
+def poisoned_pool(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A pool that holds NaN wherever it is read before it is written; of an int8 cache the scales are NaN."""
+    if dtype is torch.int8:
+        return torch.full(shape, -1, dtype=dtype)  # four bytes of 0xff are an fp32 NaN
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def as_cached(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values [..., head_dim] as a cache of that type gives them back, fp32."""
+    if dtype is not torch.int8:
+        return x.to(dtype).float()
+    codes, scales = reference.quantize_kv(x)
+    return codes.float() * scales
+
+
 @dataclass
 class PagedBatch:
     query: torch.Tensor  # [num_tokens, num_heads, head_dim]
@@ -50,8 +65,9 @@ def make_paged_batch(
     num_blocks = sum(blocks_of) + 3
     order = torch.randperm(num_blocks, generator=generator)
     block_tables = torch.full((len(seq_lens), max(blocks_of) + 1), 2**30, dtype=torch.int32)
-    inner = (block_size * head_dim,) if transposed else (block_size, head_dim)
-    pool = torch.full((num_blocks, NUM_LAYERS, 2, num_kv_heads, *inner), float("nan"), dtype=kv_dtype)
+    token_size = reference.kv_token_size(head_dim, kv_dtype)
+    inner = (block_size * token_size,) if transposed else (block_size, token_size)
+    pool = poisoned_pool(num_blocks, NUM_LAYERS, 2, num_kv_heads, *inner, dtype=kv_dtype)
     keys, values, slots = [], [], []
     taken = 0
     for row, (length, count) in enumerate(zip(seq_lens, blocks_of, strict=True)):
@@ -59,11 +75,11 @@ def make_paged_batch(
         taken += count
         positions = torch.arange(length)
         slots.append(block_tables[row][positions // block_size].long() * block_size + positions % block_size)
-        key = torch.randn(length, num_kv_heads, head_dim, generator=generator).to(kv_dtype).float()
-        value = torch.randn(length, num_kv_heads, head_dim, generator=generator).to(kv_dtype).float()
+        key = torch.randn(length, num_kv_heads, head_dim, generator=generator)
+        value = torch.randn(length, num_kv_heads, head_dim, generator=generator)
         reference.write_kv(key, value, pool[:, -1], slots[-1])
-        keys.append(key)
-        values.append(value)
+        keys.append(as_cached(key, kv_dtype))
+        values.append(as_cached(value, kv_dtype))
     starts = [0]
     for length in query_lens:
         starts.append(starts[-1] + length)

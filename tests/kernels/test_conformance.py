@@ -10,11 +10,11 @@ import torch
 from torch.testing import assert_close
 
 from pagedserve.kernels import cpu, reference
-from tests.helpers.paged_batch import make_paged_batch
+from tests.helpers.paged_batch import make_paged_batch, poisoned_pool
 
 DIMS = [1, 5, 8, 16, 31, 64, 100, 576]
 ROWS = [0, 1, 3, 40]
-KV_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KV_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 HEADS = [(2, 2, 16), (9, 3, 64), (8, 2, 80), (8, 1, 128), (7, 1, 24), (20, 1, 8)]
 
@@ -92,10 +92,13 @@ def test_gated_activation(isa: str, kind: str, rows: int, dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [8, 80])
 def test_write_kv(isa: str, block_size: int, head_dim: int, kv_dtype: torch.dtype) -> None:
     num_tokens, num_kv_heads, num_blocks = 37, 3, 64
-    pool = torch.full((num_blocks, 2, 2, num_kv_heads, block_size * head_dim), float("nan"), dtype=kv_dtype)
+    token_size = reference.kv_token_size(head_dim, kv_dtype)
+    pool = poisoned_pool(num_blocks, 2, 2, num_kv_heads, block_size * token_size, dtype=kv_dtype)
     wanted = pool.clone()
     kv = randn(num_tokens, 2, num_kv_heads, head_dim) * 1e3
     kv[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), 1e-6, 7e4])  # rounding at the edges of fp16
+    kv[1, 0] *= 1e-38  # 8 bits: too small for a scale, and counted as zero
+    kv[2, 1, 1] = 0.0
     slots = torch.randperm(num_blocks * block_size)[:num_tokens]
     slots[::5] = -1
     cpu.write_kv(kv[:, 0], kv[:, 1], pool[:, 1], slots)

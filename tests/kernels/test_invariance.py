@@ -32,7 +32,7 @@ VARIANTS = [{}, {"sliding_window": 70}, {"soft_cap": 5.0}]
 
 
 @pytest.mark.parametrize("kwargs", VARIANTS, ids=str)
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_alone_as_in_a_batch(isa: str, block_size: int, kv_dtype: torch.dtype, kwargs: dict) -> None:
     lens, query_lens = [1, 40, 700, 130, 64], [1, 40, 1, 100, 1]
@@ -49,7 +49,7 @@ def test_alone_as_in_a_batch(isa: str, block_size: int, kv_dtype: torch.dtype, k
 
 @pytest.mark.parametrize("kwargs", VARIANTS, ids=str)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 512])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_any_chunks(isa: str, chunk: int, kv_dtype: torch.dtype, kwargs: dict) -> None:
     length = 600 if chunk > 1 else 150
     batch = make_paged_batch([length], [length], num_heads=3, num_kv_heads=1, head_dim=32, kv_dtype=kv_dtype)

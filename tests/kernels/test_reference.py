@@ -37,7 +37,7 @@ def oracle(batch: PagedBatch, scale: float, window: int | None = None, soft_cap:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])
 @pytest.mark.parametrize("heads", [(2, 2, 16), (9, 3, 64), (4, 1, 33)], ids=str)
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (None, 2.0), (20, 2.0)])
@@ -63,6 +63,29 @@ def test_paged_attention_equals_sdpa(
     arguments = (batch.query, batch.kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables)
     out = reference.paged_attention(*arguments, 0.2, window, soft_cap, None)
     assert_close(out.double(), oracle(batch, 0.2, window, soft_cap), atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_int8_cache_gives_back_what_was_written_to_half_a_step(transposed: bool) -> None:
+    """Of each token and head by itself: an outlier costs its own head's other numbers, and nobody else's."""
+    num_tokens, num_kv_heads, head_dim, block_size = 9, 3, 8, 4
+    kv = torch.randn(2, num_tokens, num_kv_heads, head_dim)
+    kv[0, 4, 1, 3] = 1000.0
+    inner = (block_size * (head_dim + 4),) if transposed else (block_size, head_dim + 4)
+    pool = torch.full((3, 2, num_kv_heads, *inner), -1, dtype=torch.int8)
+    slots = torch.tensor([11, 2, 7, 0, 5, -1, 9, 1, 3])
+    reference.write_kv(kv[0], kv[1], pool, slots)
+    codes, scales = reference.split_kv(pool, head_dim), reference.split_kv_scales(pool, head_dim)
+    for x, code, scale in zip(kv, codes, scales, strict=True):
+        for token, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            block, offset = divmod(slot, block_size)
+            steps = scale[block, :, offset].contiguous().view(torch.float32)
+            assert_close(steps, x[token].abs().amax(-1, keepdim=True) / 127)
+            error = (code[block, :, offset].float() * steps - x[token]).abs()
+            assert (error <= steps * 0.5001).all()
+    assert (pool.view(torch.uint8) == 255).sum() >= 2 * 4 * num_kv_heads * (head_dim + 4)  # slots 4, 6, 8 and 10
 
 
 def test_paged_attention_reads_16_bit_queries() -> None:

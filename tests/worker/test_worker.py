@@ -124,8 +124,15 @@ def test_half_precision_kv_halves_the_blocks(checkpoint: Path) -> None:
     assert 2 * half.bytes_per_block == whole.bytes_per_block
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16"])
-def test_half_precision_kv_serves(checkpoint: Path, kv_cache_dtype: str) -> None:
+def test_an_8_bit_kv_cache_counts_its_scales(checkpoint: Path) -> None:
+    spec = make_worker(checkpoint, cache={"kv_cache_dtype": "int8", "block_size": 8}).plan_memory().spec
+    assert spec.dtype == "int8"
+    # Keys and values, 2 layers, 2 KV heads, 8 tokens: 16 codes and a scale of 4 bytes.
+    assert spec.bytes_per_block == 2 * 2 * 2 * 8 * (16 + 4)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16", "int8"])
+def test_smaller_kv_serves(checkpoint: Path, kv_cache_dtype: str) -> None:
     worker = make_worker(checkpoint, cache={"kv_cache_dtype": kv_cache_dtype})
     worker.allocate(worker.plan_memory())
     tokens = generate(worker, 4)
