@@ -144,6 +144,11 @@ class ServerConfig:
     log_level: str = flag("info", help="debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", help="one line a record, for people or for machines", choices=("text", "json"))
     log_requests: bool = flag(False, help="log one line a request")
+    data_dir: str | None = flag(
+        None, help="folder of files and batches, which then survive a restart (default: a temporary one)"
+    )
+    data_dir_quota: str = flag("8GiB", help="most bytes of uploaded files")
+    batch_concurrency: int = flag(16, help="requests of a batch under way at once, behind all others")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -151,6 +156,8 @@ class ServerConfig:
         if self.shutdown_timeout < 0:
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout}: use 0 or more seconds")
         parse_bytes(self.max_body_size, "--max-body-size")
+        parse_bytes(self.data_dir_quota, "--data-dir-quota")
+        _at_least("--batch-concurrency", self.batch_concurrency, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from pagedserve.sampling_params import SamplingParams
 
+# Of requests that run when nobody else wants the engine (batches); clients cannot ask for it.
+IDLE_PRIORITY = 2**31
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from pagedserve import __version__, envs
 from pagedserve.api import errors, openapi
 from pagedserve.api.auth import ApiKeyMiddleware
+from pagedserve.api.batch.service import BatchService
 from pagedserve.api.middleware import HttpMetrics, RequestMiddleware
 from pagedserve.api.routes import ROUTERS
 from pagedserve.api.state import ApiState
 
 # How long a browser may remember a preflight.
 _PREFLIGHT_SECONDS = 600
+# Routes that the lines of a batch may ask, where there are such routes.
+_BATCH_URLS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
+    | {"/v1/score", "/v1/rerank"}
+)
 
 
 def build_app(state: ApiState) -> FastAPI:
@@ -38,6 +45,14 @@ def build_app(state: ApiState) -> FastAPI:
     keys = (*config.api_key, *envs.api_keys())
     if keys:
         middleware.append(Middleware(ApiKeyMiddleware, keys=keys))
+    inner = _routes(state, [])
+    paths = {route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)}
+    state.batches = BatchService(config, state.model_names, inner, _BATCH_URLS & paths)
+    return _routes(state, middleware)
+
+
+def _routes(state: ApiState, middleware: list[Middleware]) -> FastAPI:
+    """The routes behind `middleware`: keys and counts concern who comes from outside."""
     app = FastAPI(
         title="pagedserve",
         version=__version__,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -92,22 +93,28 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
         raise too_large
-    parts: list[bytes] = []
+    received: list[bytes] = []
     size = 0
+    async for part in parts(request):
+        size += len(part)
+        if size > max_bytes:
+            raise too_large
+        received.append(part)
+    return b"".join(received)
+
+
+async def parts(request: Request) -> AsyncGenerator[bytes, None]:
+    """The raw body as it comes. ClientGoneError where it breaks off, DeadlineExceededError where it stands still."""
     now = asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(PART_SECONDS) as limit:
             async for part in request.stream():
                 limit.reschedule(now() + PART_SECONDS)
-                size += len(part)
-                if size > max_bytes:
-                    raise too_large
-                parts.append(part)
+                yield part
     except ClientDisconnect as error:
         raise ClientGoneError("the client left before its body was complete") from error
     except TimeoutError as error:
         raise DeadlineExceededError(f"nothing came for {PART_SECONDS:.0f} s, and the body is not complete") from error
-    return b"".join(parts)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,9 +22,11 @@ from pagedserve.api.generation import until_gone
 from pagedserve.api.protocol.common import HARMLESS_FIELDS, GenerationRequest, is_safe_id, refuse_unsupported
 from pagedserve.api.state import ApiState
 from pagedserve.errors import RequestError
+from pagedserve.sequence import IDLE_PRIORITY
 
 WARNING_HEADER = "X-Pagedserve-Warning"
 MAX_WARNING_LEN = 500
+IDLE_TIMEOUT = 30 * 86_400.0
 # Tiers that are what one gets anyway.
 _SERVICE_TIERS = ("auto", "default")
 
@@ -113,6 +115,10 @@ async def open_call(request: Request, model: type[Body], prefix: str) -> Generat
         ignored.append("service_tier")
     if body.priority and not state.priorities_count:
         raise RequestError("priority has a meaning only with --scheduling-policy priority", param="priority")
+    if getattr(request.state, "is_idle", False):
+        # A line of a batch: behind everybody else, and only its batch's end limits how long it may wait.
+        body.priority = IDLE_PRIORITY
+        body.timeout = body.timeout or IDLE_TIMEOUT
     request_id = body.request_id or request.state.client_request_id or uuid.uuid4().hex
     return GenerationCall(
         state=state,

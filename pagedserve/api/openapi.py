@@ -48,6 +48,15 @@ def documented(
     return {"openapi_extra": extra, "response_model": None}
 
 
+def documented_upload(response: type[msgspec.Struct]) -> dict[str, Any]:
+    """As `documented`, for a route that takes a file in a form."""
+    options = documented(None, response)
+    fields = {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string", "enum": ["batch"]}}
+    schema = {"type": "object", "required": ["file", "purpose"], "properties": fields}
+    options["openapi_extra"]["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+    return options
+
+
 def install(app: FastAPI) -> None:
     """Let `app.openapi()` hold the schemas that `documented` collected."""
     generate = app.openapi

@@ -136,6 +136,8 @@ class _Service:
             await asyncio.wait((start, stop, http), return_when=asyncio.FIRST_COMPLETED)
             if start.done():
                 self._state.engine = start.result()
+                if self._config.data_dir is not None:
+                    await self._state.batches.start()
                 self._greet(self._state.engine)
                 await asyncio.wait((stop, http), return_when=asyncio.FIRST_COMPLETED)
                 await self._drain()
@@ -174,6 +176,8 @@ class _Service:
         """Take no new requests, give the running ones --shutdown-timeout seconds, then end them with an error."""
         state, timeout = self._state, self._config.shutdown_timeout
         state.is_draining = True
+        # Their lines are not waited for: the next start goes on with them.
+        await state.batches.stop()
         self._http.should_exit = True
         if len(state.in_flight):
             logger.info("shutting down; %d requests have up to %.0f s to finish", len(state.in_flight), timeout)

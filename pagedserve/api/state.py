@@ -15,6 +15,7 @@ from pagedserve.log import get_logger
 from pagedserve.metrics import EngineMetrics
 
 if TYPE_CHECKING:
+    from pagedserve.api.batch.service import BatchService
     from pagedserve.engine.async_llm_engine import AsyncLLMEngine
 
 logger = get_logger(__name__)
@@ -73,6 +74,8 @@ class ApiState:
     created: int = field(default_factory=lambda: int(time.time()))
     in_flight: InFlight = field(default_factory=InFlight)
     max_body_bytes: int = field(init=False)
+    # Set by `build_app`, whose routes answer the lines of batches.
+    batches: BatchService = field(init=False)
     _logged_fields: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from pagedserve.errors import PagedServeError
 COMMANDS = {
     "serve": ("pagedserve.cli.serve", "start the OpenAI-compatible HTTP server"),
     "generate": ("pagedserve.cli.generate", "continue prompts offline, without a server"),
+    "run-batch": ("pagedserve.cli.run_batch", "answer a file of requests offline, without a server"),
     "chat": ("pagedserve.cli.chat", "talk with a served model in the terminal"),
     "bench": ("pagedserve.cli.bench", "measure: serve, throughput, latency"),
     "collect-env": ("pagedserve.cli.collect_env", "print what a bug report needs"),

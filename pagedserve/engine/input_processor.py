@@ -16,7 +16,7 @@ from pagedserve.errors import ContextLengthError, RequestError
 from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.sampling_params import SamplingParams
-from pagedserve.sequence import Request
+from pagedserve.sequence import IDLE_PRIORITY, Request
 from pagedserve.step import MemoryPlan
 
 log = get_logger(__name__)
@@ -309,6 +309,6 @@ def _breadth_param(params: SamplingParams) -> str:
 
 
 def _checked_priority(priority: int) -> int:
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority <= IDLE_PRIORITY:
         raise RequestError("priority must be a 32-bit integer", param="priority")
     return priority

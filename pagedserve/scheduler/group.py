@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagedserve.scheduler.stopping import StopRule
-from pagedserve.sequence import Sequence, SequenceGroup, SequenceStatus
+from pagedserve.sequence import IDLE_PRIORITY, Sequence, SequenceGroup, SequenceStatus
 
 if TYPE_CHECKING:
     from pagedserve.scheduler.branching import Branching
@@ -21,7 +21,7 @@ class Group(SequenceGroup):
     are unfinished or still to be forked. `key` orders groups: the smaller is served first, the largest gives way first.
     """
 
-    key: tuple[int, ...]
+    key: tuple[float, ...]
     stop: StopRule
     branching: Branching
     num_seats: int
@@ -36,3 +36,8 @@ class Group(SequenceGroup):
     # Prompt positions whose logprobs have gone out; recomputation computes them again.
     num_told_prompt_logprobs: int = 0
     error: str | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it runs only in what others leave."""
+        return self.request.priority >= IDLE_PRIORITY

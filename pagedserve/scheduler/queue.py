@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from pagedserve.registry import Registry
 from pagedserve.scheduler.group import Group
-from pagedserve.sequence import Request
+from pagedserve.sequence import IDLE_PRIORITY, Request
 
 # A policy makes a group's key from its request and the number of its arrival; smaller keys go first.
-Policy = Callable[[Request, int], tuple[int, ...]]
+Policy = Callable[[Request, int], tuple[float, ...]]
 
 POLICIES: Registry[Policy] = Registry(
     "scheduling policy",
@@ -21,21 +21,27 @@ POLICIES: Registry[Policy] = Registry(
 )
 
 
-def first_come(request: Request, arrival: int) -> tuple[int, ...]:
-    """First come, first served."""
-    return (arrival,)
+# A second of waiting weighs as much as this share of a step in `priority`: nobody waits for ever behind a flow of
+# requests that are more urgent. Because everybody ages alike, a key never changes.
+SECONDS_PER_PRIORITY = 30.0
 
 
-def lowest_priority_value(request: Request, arrival: int) -> tuple[int, ...]:
-    """Lower `priority` first; first come, first served among equals."""
-    return (request.priority, arrival)
+def first_come(request: Request, arrival: int) -> tuple[float, ...]:
+    """First come, first served; idle requests last."""
+    return (request.priority >= IDLE_PRIORITY, arrival)
+
+
+def lowest_priority_value(request: Request, arrival: int) -> tuple[float, ...]:
+    """Lower `priority` first, each step worth 30 s of waiting; idle requests last."""
+    urgency = request.priority * SECONDS_PER_PRIORITY + request.arrival_time
+    return (request.priority >= IDLE_PRIORITY, urgency, arrival)
 
 
 class GroupQueue:
     """Groups by key. A removed group's entry stays in the heap until it comes up."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, ...], Group]] = []
+        self._heap: list[tuple[tuple[float, ...], Group]] = []
         self._members: set[Group] = set()
 
     def __len__(self) -> int:

@@ -141,6 +141,7 @@ class Scheduler:
         if self._groups.parking:
             self._preemption.unpark()
         num_preemptions = stats.num_preemptions
+        self._make_idle_yield()
         left = self._serve(output, self._groups.running, self._max_num_batched_tokens, self._groups.num_live)
         # Whoever gave way in this step does not come back in it, and siblings come before strangers.
         if left and num_preemptions == stats.num_preemptions and not self._groups.parking:
@@ -198,6 +199,16 @@ class Scheduler:
             if not (may_preempt and self._preemption.give_way(group, position)):
                 return False
         return True
+
+    def _make_idle_yield(self) -> None:
+        """Idle groups give way to a group that waits and is not idle, until it can enter: in the next step."""
+        running = self._groups.running
+        while running and running[-1].is_idle:
+            queue = self._next_queue()
+            group = None if queue is None else queue.peek()
+            if group is None or group.is_idle or self._can_enter(group):
+                return
+            self._preemption.preempt(running[-1])
 
     # -- admission and return ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,12 @@ class Front:
     def chat(self, **body: object) -> httpx.Response:
         return self.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], **body})
 
+    def stop_batches(self) -> None:
+        """Close the data folder as the end of a server does; the next request opens it again."""
+        runner = self.state.batches._runner
+        if runner is not None:
+            asyncio.run_coroutine_threadsafe(self.state.batches.stop(), runner.get_loop()).result(10)
+
 
 class FrontFactory:
     """Makes fronts with other settings; they end with the module."""
@@ -59,7 +66,9 @@ class FrontFactory:
         config = ServerConfig(**settings)  # type: ignore[arg-type]
         state = ApiState(config, names, EngineMetrics(names[0]), engine=engine, priorities_count=priorities)  # type: ignore[arg-type]
         with app_server(build_app(state)) as base_url, httpx.Client(base_url=base_url, timeout=30) as client:
-            yield Front(client, engine, state)
+            front = Front(client, engine, state)
+            yield front
+            front.stop_batches()
 
 
 @pytest.fixture(scope="module")

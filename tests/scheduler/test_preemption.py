@@ -8,6 +8,7 @@ import pytest
 
 from pagedserve.sampling_params import BeamParams
 from pagedserve.scheduler.preemption import PreemptionCosts
+from pagedserve.sequence import IDLE_PRIORITY
 from pagedserve.step import BlockOps, ModelRunnerOutput, SchedulerOutput
 from tests.helpers.factories import make_request
 from tests.scheduler.running import answers, assert_right, make_driver
@@ -175,6 +176,26 @@ def test_a_preempted_request_returns_before_younger_ones_of_its_class() -> None:
             first_step.setdefault(tuple(new.token_ids[:8]), []).append((number, place))
     place = {r.request_id: first_step[tuple(r.prompt_token_ids)] for r in [*low, younger]}
     assert place[preempted][1] < place[younger.request_id][0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_idle_requests_give_way_to_whoever_comes(mode: str, policy: str) -> None:
+    driver = make_driver(64, 64, preemption_mode=mode, policy=policy, max_num_seqs=2)
+    idle = [make_request(8, max_tokens=30, priority=IDLE_PRIORITY) for _ in range(3)]
+    driver.add(*idle)
+    for _ in range(6):
+        driver.step()
+    others = [make_request(8, max_tokens=4) for _ in range(5)]
+    driver.add(*others)
+    # One step to take the seats of the idle ones, and never a seat for them while others wait.
+    driver.step()
+    driver.run()
+    assert_right(driver, *idle, *others)
+    order = driver.finish_order
+    assert {r.request_id for r in others} == set(order[:5])
+    assert driver.scheduler.stats().num_preemptions == 2
+    driver.assert_idle()
 
 
 def test_recomputation_keeps_what_was_shared_shared_without_the_prefix_cache() -> None:

@@ -7,13 +7,14 @@ import pytest
 from pagedserve.errors import ConfigError
 from pagedserve.scheduler.branching import Branching
 from pagedserve.scheduler.group import Group
-from pagedserve.scheduler.queue import POLICIES, GroupQueue
+from pagedserve.scheduler.queue import POLICIES, SECONDS_PER_PRIORITY, GroupQueue
 from pagedserve.scheduler.stopping import StopRule
+from pagedserve.sequence import IDLE_PRIORITY
 from tests.helpers.factories import make_request
 
 
-def make_group(policy: str, arrival: int, priority: int = 0) -> Group:
-    request = make_request(3, priority=priority)
+def make_group(policy: str, arrival: int, priority: int = 0, seconds: float = 0.0) -> Group:
+    request = make_request(3, priority=priority, arrival_time=seconds)
     return Group(
         request=request,
         sequences=[],
@@ -42,6 +43,27 @@ def test_priority_orders_classes_and_arrival_within_them() -> None:
     for group in groups:
         queue.push(group)
     assert drained(queue) == [groups[i] for i in (1, 3, 0, 2)]
+
+
+def test_waiting_makes_up_for_a_lower_class() -> None:
+    step = SECONDS_PER_PRIORITY
+    # (priority, arrival): the third came when the first had waited for longer than two classes are worth.
+    asked = [(2, 0.0), (1, 0.9 * step), (0, 2.1 * step), (0, 1.9 * step)]
+    groups = [make_group("priority", i, p, seconds) for i, (p, seconds) in enumerate(asked)]
+    queue = GroupQueue()
+    for group in groups:
+        queue.push(group)
+    assert drained(queue) == [groups[i] for i in (1, 3, 0, 2)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_idle_requests_are_behind_all_others(policy: str) -> None:
+    groups = [make_group(policy, i, p, 1e6 * i) for i, p in enumerate((IDLE_PRIORITY, 2**31 - 1, 0))]
+    assert groups[0].is_idle and not groups[1].is_idle
+    queue = GroupQueue()
+    for group in groups:
+        queue.push(group)
+    assert drained(queue)[-1] is groups[0]
 
 
 def test_removed_groups_do_not_come_up() -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagedserve.errors import ContextLengthError, QueueFullError
 from pagedserve.sampling_params import BeamParams
-from pagedserve.sequence import Request
+from pagedserve.sequence import IDLE_PRIORITY, Request
 from tests.helpers.factories import Clock, make_request
 from tests.helpers.fake_executor import Collected
 from tests.scheduler.running import answers, make_driver
@@ -28,7 +28,7 @@ requests = st.fixed_dictionaries(
         "stop_token_ids": st.lists(st.integers(0, 49), max_size=4).map(tuple),
         "min_tokens": st.just(0),
         "seed": st.integers(0, 3),
-        "priority": st.integers(0, 2),
+        "priority": st.sampled_from([0, 1, 2, IDLE_PRIORITY]),
         "cache_salt": st.sampled_from([None, None, "x"]),
         "read_prefix_cache": st.sampled_from([True, True, True, False]),
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pagedserve.api.routes import chat, completions, docs, health, metrics, models, tokenize
+from pagedserve.api.routes import batches, chat, completions, docs, files, health, metrics, models, tokenize
 
 ROUTERS = (
     completions.router,
     chat.router,
     models.router,
     tokenize.router,
+    files.router,
+    batches.router,
     health.router,
     metrics.router,
     docs.router,
