@@ -92,6 +92,8 @@ class ObservedRequest(Protocol):
     def params(self) -> SamplingParams: ...
     @property
     def choices(self) -> list[Any]: ...
+    @property
+    def returned(self) -> list[Any]: ...
 
 
 class WeightedHistogram(Collector):
@@ -146,7 +148,7 @@ class EngineMetrics:
         self._generation_tokens = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._success = Counter(
             "vllm:request_success",
-            "Choices of finished requests, by the reason why they ended.",
+            "Choices that clients got of finished requests, by the reason why they ended.",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
@@ -273,7 +275,7 @@ class EngineMetrics:
     def _record_finished(self, request: ObservedRequest) -> None:
         life, params = request.metrics, request.params
         lengths = [len(choice.token_ids) for choice in request.choices]
-        for choice in request.choices:
+        for choice in request.returned:
             self._success.labels(self._model_name, choice.finish_reason or "abort").inc()
         self._cached_tokens.inc(max(request.num_cached_tokens, 0))
         self._request_prompt.observe(request.num_prompt_tokens)

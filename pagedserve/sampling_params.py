@@ -29,8 +29,9 @@ GREEDY_TEMPERATURE = 1e-3
 class BeamParams:
     """Beam search (Sutskever et al. 2014), scored as transformers does: sum of logprobs / length ** length_penalty.
 
-    The length counts generated tokens only. `early_stopping`: True ends when `width` beams are finished,
-    False when no live beam can be expected to win, "never" when none can win at all.
+    The length counts generated tokens only. The search knows tokens, not text: a stop string cuts a returned beam where
+    it appears, and changes neither the search nor the beam's score; stop tokens end beams. `early_stopping`: True ends
+    when `width` beams are finished, False when no live beam can be expected to win, "never" when none can win at all.
     """
 
     width: int

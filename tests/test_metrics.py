@@ -39,6 +39,10 @@ class Observed:
     def num_output_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
+    @property
+    def returned(self) -> list[CompletionOutput]:
+        return self.choices[: self.params.n]
+
     def grow(self, *token_ids: int) -> Observed:
         self.metrics.first_token_time = self.metrics.first_token_time or 11.0
         for choice in self.choices:
@@ -89,6 +93,14 @@ def test_success_counts_choices_and_tokens_of_all_of_them() -> None:
     assert value(metrics, "vllm:generation_tokens_total") == 3
     assert value(metrics, "vllm:prompt_tokens_total") == 5
     assert value(metrics, "vllm:request_params_n_sum") == 3
+
+
+def test_choices_that_were_computed_and_not_returned_are_no_successes() -> None:
+    metrics = EngineMetrics("m")
+    request = Observed(params=SamplingParams(n=1, best_of=3), choices=[CompletionOutput(index=i) for i in range(3)])
+    metrics.record_step(None, [request.grow(1).end("length", 12.0)], 12.0)
+    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(metrics, "vllm:generation_tokens_total") == 3
 
 
 def test_a_prompt_that_is_only_scored_is_counted() -> None:

@@ -201,7 +201,7 @@ class RequestState:
 
     def take(self) -> RequestOutput:
         """Everything so far, with deltas since the last call."""
-        shown = self._shown()
+        shown = self.returned
         num_discarded_tokens = 0
         if self.is_finished and len(shown) < len(self.choices):
             num_discarded_tokens = self.num_output_tokens - sum(len(choice.token_ids) for choice in shown)
@@ -218,8 +218,9 @@ class RequestState:
             error=None if self.error is None else str(self.error),
         )
 
-    def _shown(self) -> list[Choice]:
-        """The choices to return: all, or the `n` of highest log probability a token (as OpenAI defines best_of)."""
+    @property
+    def returned(self) -> list[Choice]:
+        """What the client gets: all choices, or the `n` of highest log probability a token (OpenAI's best_of)."""
         params = self.request.sampling_params
         if not self._is_ranked or params.beam is not None:
             return self.choices[: params.n]

@@ -7,5 +7,6 @@ Two samples of one prompt, blocks of 4 tokens, the prompt being "a b c d e f":
                                B: [7] [2]   held twice        B: [7] [5: e f y]   the first writer got a copy of 2
 
 Full blocks are shared for good; only a last block that is still being filled is ever copied, once for each sequence but
-one. A block is free when nobody holds it, and can be found again by its content until its space is needed.
+one. A block is free when nobody holds it, and can be found again by its content until its space is needed. A prompt
+that goes on within a block as another did shares that block's beginning in the same way.
 """

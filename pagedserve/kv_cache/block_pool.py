@@ -10,12 +10,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from pagedserve.kv_cache.block import Block
+from pagedserve.kv_cache.openings import Openings
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts, a free queue and an index from digest to block."""
+    """`num_blocks` blocks with reference counts, a free queue, an index from digest to block, and one of openings."""
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, min_opening: int = 1):
+        """`min_opening`: the fewest tokens of a block that are worth being found (see `Openings`)."""
+        self._openings = Openings(min_opening)
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[Block, None] = OrderedDict.fromkeys(self._blocks)
         self._index: dict[bytes, Block] = {}
@@ -37,7 +40,7 @@ class BlockPool:
     def allocate(self) -> Block:
         """The block that was of use longest ago, its old content forgotten. KeyError if none is free."""
         block, _ = self._free.popitem(last=False)
-        if block.digest is not None:
+        if block.opening is not None or block.digest is not None:
             self.forget(block)
         block.ref_count = 1
         return block
@@ -54,24 +57,40 @@ class BlockPool:
         block.ref_count -= 1
         if block.ref_count == 0:
             self._free[block] = None
-            if block.digest is None:
+            if block.digest is None and block.opening is None:
                 self._free.move_to_end(block, last=False)
 
     def find(self, digest: bytes) -> Block | None:
         """The block with that content, free or held."""
         return self._index.get(digest)
 
-    def register(self, block: Block, digest: bytes) -> None:
+    def find_opening(self, parent: bytes, token_ids: list[int]) -> tuple[Block, int] | None:
+        """The block that begins, after `parent`, with the most of these tokens, free or held; and how many."""
+        return self._openings.find(parent, token_ids)
+
+    def register(self, block: Block, digest: bytes, parent: bytes, token_ids: list[int]) -> None:
         """Make a full block findable. Where two blocks have one content, the first stays the one that is found."""
         if block.digest is None and digest not in self._index:
             block.digest = digest
             self._index[digest] = block
+            self._openings.add(block, parent, token_ids)
+
+    def register_opening(self, block: Block, parent: bytes, token_ids: list[int]) -> None:
+        """Make a partly filled block findable; what is found of a full one stays."""
+        if block.digest is None and (block.opening is None or len(block.opening[1]) < len(token_ids)):
+            self._openings.add(block, parent, token_ids)
 
     def forget(self, block: Block) -> None:
         """The block is no longer findable; what tables it serves does not change."""
+        self._openings.remove(block)
         if block.digest is not None:
             del self._index[block.digest]
             block.digest = None
+
+    def overwrite(self, block: Block, num_tokens: int) -> None:
+        """Its only holder keeps the first `num_tokens` tokens and writes others behind them."""
+        if block.digest is not None or (block.opening is not None and len(block.opening[1]) > num_tokens):
+            self.forget(block)
 
     def discard(self, block: Block) -> None:
         """Nobody will want this content here again: forget it, and take the block first if it is free."""
@@ -81,7 +100,7 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Nothing is findable any more."""
-        for block in list(self._index.values()):
+        for block in self._blocks:
             self.forget(block)
 
     def check(self, held: Iterable[Block]) -> None:
@@ -97,5 +116,6 @@ class BlockPool:
                 f"{block} is not what its digest finds"
             )
         assert not references, f"tables hold blocks of another pool: {list(references)}"
+        self._openings.check(self._blocks)
         for digest, block in self._index.items():
             assert block.digest == digest, f"the index has {block} under another digest"

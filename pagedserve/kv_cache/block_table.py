@@ -10,10 +10,21 @@ class BlockTable:
 
     The first `num_sent` entries are known to the sequence's row in the worker. `digests` name the content of full
     blocks, each computed once, after `root`; at most `max_findable` blocks may be found by others, and the first
-    `num_registered` have been entered into the pool's index. A table is whole on the device or whole on the host.
+    `num_registered` have been entered into the pool's index; there is more to enter once `due` tokens are computed. A
+    table is whole on the device or whole on the host.
     """
 
-    __slots__ = ("blocks", "digests", "max_findable", "num_hits", "num_registered", "num_sent", "on_host", "root")
+    __slots__ = (
+        "blocks",
+        "digests",
+        "due",
+        "max_findable",
+        "num_hits",
+        "num_registered",
+        "num_sent",
+        "on_host",
+        "root",
+    )
 
     def __init__(self, root: bytes, max_findable: int):
         self.blocks: list[Block] = []
@@ -23,6 +34,7 @@ class BlockTable:
         self.max_findable = max_findable
         self.digests: list[bytes] = []
         self.num_registered = 0
+        self.due = 0
         # (blocks found, of which held by others) when the index was last walked for this table.
         self.num_hits: tuple[int, int] | None = None
 

@@ -130,10 +130,15 @@ class Preemption:
         groups = self._groups
         for group in groups.parking.copy():
             for sequence in group.parked.copy():
-                # As for a return: what runs keeps a block for each sequence, if anything runs.
-                room = groups.cache.num_free_blocks - groups.num_promised_blocks() - groups.num_live
+                # As for a return: what runs keeps a block for each sequence, if anything runs. Beams of which one is
+                # parked do not run: they wait for it.
+                num_growing = groups.num_live - (0 if group.branching.can_park else len(group.live))
+                room = groups.cache.num_free_blocks - groups.num_promised_blocks() - num_growing
                 if room > 0:
                     self._attach(group, sequence, room)
+            is_stuck = group.parked and not group.branching.can_park and groups.running == [group]
+            if is_stuck and not any(sequence.num_uncomputed_tokens for sequence in group.live):
+                groups.end(group, FinishReason.LENGTH)  # nobody is left who could make room for the parked beam
         groups.parking = [g for g in groups.parking if g.parked and g.status is SequenceStatus.RUNNING]
 
     def _park(self, group: Group, sequence: Sequence) -> None:

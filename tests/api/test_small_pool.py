@@ -208,15 +208,15 @@ def test_totals_are_the_sums_of_what_clients_were_told(tight: ServerProcess) -> 
         wait_idle(tight)
         after = totals(client)
     assert scraper.fallen == []
-    usages, num_sequences, num_requests = [], 0, 0
+    usages, num_choices, num_requests = [], 0, 0
     for body, response in zip(bodies, responses, strict=True):
         if body.get("stream"):
             stream = check_stream(response.content, chat=False)
             usages.append(stream.usage or {})
-            num_sequences += len(stream.choices)
+            num_choices += len(stream.choices)
         else:
             usages.append(response.json()["usage"])
-            num_sequences += body.get("best_of") or len(response.json()["choices"])
+            num_choices += len(response.json()["choices"])
         num_requests += len(body["prompt"]) if isinstance(body["prompt"], list) else 1
 
     def grown(name: str) -> float:
@@ -225,7 +225,7 @@ def test_totals_are_the_sums_of_what_clients_were_told(tight: ServerProcess) -> 
 
     assert grown("vllm:prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
     assert grown("vllm:generation_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
-    assert grown("vllm:request_success_total") == num_sequences
+    assert grown("vllm:request_success_total") == num_choices
     assert grown("vllm:e2e_request_latency_seconds_count") == num_requests
 
 

@@ -10,6 +10,7 @@ import pytest
 from pagedserve import LLM, SamplingParams
 from pagedserve.engine.llm import make_config
 from pagedserve.errors import ConfigError, ContextLengthError, ModelNotFoundError, RequestError
+from pagedserve.sampling_params import BeamParams
 from tests.helpers.byte_tokenizer import BOS_ID, EOS_ID, IM_END_ID, byte_ids
 from tests.helpers.checkpoints import bigram_llama, scripted_llama
 
@@ -34,6 +35,20 @@ def assert_idle(llm: LLM) -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_swapped) == (0, 0, 0)
     assert stats.kv_cache_usage == 0.0
     assert llm.engine.num_unfinished_requests == 0
+
+
+def test_a_stop_string_cuts_a_beam_and_leaves_search_and_score_alone(llm: LLM) -> None:
+    asked = SamplingParams(n=3, beam=BeamParams(width=3), max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+    [whole] = llm.generate("beams", asked, use_tqdm=False)
+    stop = whole.outputs[1].text[4:6]
+    [cut] = llm.generate("beams", asked.with_(stop=(stop,)), use_tqdm=False)
+    assert any(stop not in choice.text for choice in whole.outputs), "one beam is not cut"
+    for ours, theirs in zip(cut.outputs, whole.outputs, strict=True):
+        assert ours.cumulative_logprob == theirs.cumulative_logprob
+        assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)] and len(ours.logprobs) == len(ours.token_ids)
+        assert ours.text == theirs.text.partition(stop)[0]
+        assert (ours.finish_reason, ours.stop_reason) == (("stop", stop) if stop in theirs.text else ("length", None))
+    assert_idle(llm)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

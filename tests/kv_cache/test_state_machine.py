@@ -26,6 +26,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks)
         self.held: list[Block] = []
         self.contents: dict[bytes, Block] = {}
+        self.openings: dict[Block, list[int]] = {}
 
     @precondition(lambda self: self.pool.num_free)
     @rule()
@@ -33,6 +34,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pool.allocate()
         assert block not in self.held
         self.contents = {d: b for d, b in self.contents.items() if b is not block}
+        self.openings.pop(block, None)
         self.held.append(block)
 
     @precondition(lambda self: self.held)
@@ -44,9 +46,38 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), digest=st.sampled_from([b"a", b"b", b"c"]))
     def register(self, data: st.DataObject, digest: bytes) -> None:
         block = data.draw(st.sampled_from(self.held))
-        self.pool.register(block, digest)
+        self.pool.register(block, digest, b"parent", list(digest * 3))
         if digest not in self.contents and block not in self.contents.values():
             self.contents[digest] = block
+            self.openings[block] = list(digest * 3)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), token_ids=st.lists(st.sampled_from(b"abc"), min_size=1, max_size=3))
+    def register_opening(self, data: st.DataObject, token_ids: list[int]) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.pool.register_opening(block, b"parent", token_ids)
+        if block not in self.contents.values() and len(token_ids) > len(self.openings.get(block, [])):
+            self.openings[block] = token_ids
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), num_tokens=st.integers(0, 2))
+    def overwrite(self, data: st.DataObject, num_tokens: int) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.pool.overwrite(block, num_tokens)
+        if block in self.contents.values() or len(self.openings.get(block, [])) > num_tokens:
+            self.contents = {d: b for d, b in self.contents.items() if b is not block}
+            self.openings.pop(block, None)
+
+    @rule(token_ids=st.lists(st.sampled_from(b"abc"), min_size=1, max_size=3))
+    def find_opening(self, token_ids: list[int]) -> None:
+        def common(block: Block) -> int:
+            pairs = zip(self.openings[block], token_ids, strict=False)
+            return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.openings[block]), len(token_ids)))
+
+        longest = max(map(common, self.openings), default=0)
+        found = self.pool.find_opening(b"parent", token_ids)
+        assert (found[1] if found else 0) == longest
+        assert found is None or common(found[0]) == longest
 
     @rule(digest=st.sampled_from([b"a", b"b", b"c"]))
     def find_and_retain(self, digest: bytes) -> None:
@@ -59,12 +90,15 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.contents)
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
-        self.pool.discard(self.contents.pop(data.draw(st.sampled_from(sorted(self.contents)))))
+        block = self.contents.pop(data.draw(st.sampled_from(sorted(self.contents))))
+        self.pool.discard(block)
+        del self.openings[block]
 
     @rule()
     def forget_all(self) -> None:
         self.pool.forget_all()
         self.contents.clear()
+        self.openings.clear()
 
     @invariant()
     def accounts(self) -> None:
@@ -222,6 +256,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for sequence in [*self.live, *(s for group in self.swapped for s in group)]:
             self.manager.close(sequence)
+        self.manager.take_block_ops()
         self.manager.check()
         assert self.manager.device.usage == self.manager.host.usage == 0.0
 

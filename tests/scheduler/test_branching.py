@@ -314,3 +314,38 @@ def test_beams_may_be_preempted_when_some_of_them_have_told_their_candidates(mod
     calm = run(None)
     for preempt_after in range(4, 12):
         assert run(preempt_after) == calm
+
+
+def test_what_beams_told_before_a_preemption_does_not_count_after_it() -> None:
+    # Some beams have told their candidates when all lose their blocks. If those counted, the last beam to come back
+    # would move the search on while others are still parked.
+    def run(preempt_after: int | None) -> list[tuple[list[int], str, float]]:
+        driver = make_driver(max_num_batched_tokens=3, preemption_mode="recompute")
+        request = make_request([5, 6], beam=BeamParams(width=4), n=4, max_tokens=20)
+        driver.add(request)
+        while driver.scheduler.has_work():
+            if len(driver.steps) == preempt_after:
+                driver.scheduler._preemption.preempt(driver.scheduler._groups.running[0])
+            driver.step()
+        driver.assert_idle()
+        return answers(driver.results[request.request_id])
+
+    calm = run(None)
+    assert all(run(preempt_after) == calm for preempt_after in range(6, 36))
+
+
+@pytest.mark.parametrize(("prompt_len", "num_blocks", "budget", "preempt_after"), [(6, 10, 2, 17), (13, 11, 3, 19)])
+def test_beams_that_no_longer_fit_beside_each_other_end_and_do_not_wait_for_ever(
+    prompt_len: int, num_blocks: int, budget: int, preempt_after: int
+) -> None:
+    driver = make_driver(num_blocks, max_num_batched_tokens=budget, preemption_mode="recompute")
+    request = make_request(list(range(3, 3 + prompt_len)), beam=BeamParams(width=4), n=4, max_tokens=14)
+    driver.add(request)
+    while driver.scheduler.num_unfinished:
+        if len(driver.steps) == preempt_after:
+            driver.scheduler._preemption.preempt(driver.scheduler._groups.running[0])
+        output = driver.step()
+        assert output.num_tokens or output.released or not driver.scheduler.num_unfinished
+    assert set(driver.results[request.request_id].finish_reasons.values()) <= {"length", "stop"}
+    driver.run()
+    driver.assert_idle()

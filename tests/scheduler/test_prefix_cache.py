@@ -25,7 +25,7 @@ def test_a_wholly_cached_prompt_still_computes_its_last_token(length: int) -> No
     driver = make_driver(block_size=16)
     prompt = list(range(length))
     cached = [cached_tokens(driver, prompt) for _ in range(3)]
-    assert cached == [0] + [(length - 1) // 16 * 16] * 2
+    assert cached == [0, length - 1, length - 1]
     twins = [make_request(prompt, max_tokens=6) for _ in range(2)]
     driver.add(*twins)
     driver.run()
@@ -35,10 +35,52 @@ def test_a_wholly_cached_prompt_still_computes_its_last_token(length: int) -> No
 
 def test_a_prompt_that_continues_an_answer_finds_prompt_and_answer() -> None:  # C082
     driver = make_driver(block_size=16)
-    first = make_request(list(range(20)), max_tokens=30)
+    first = make_request(list(range(20)), max_tokens=32)
     driver.add(first)
     answer = driver.run()[first.request_id].token_ids[0]
-    assert cached_tokens(driver, first.prompt_token_ids + answer) == 48
+    assert cached_tokens(driver, first.prompt_token_ids + answer) == 51
+
+
+def test_a_conversation_finds_all_that_it_had_computed() -> None:  # C082
+    driver = make_driver(block_size=16, num_blocks=12)
+    history: list[int] = []
+    for turn in range(4):
+        request = make_request([*history, *range(100 * turn, 100 * turn + 11)], max_tokens=9)
+        driver.add(request)
+        result = driver.run()[request.request_id]
+        assert_right(driver, request)
+        # All but the last token of the last answer: that one was drawn, not computed.
+        assert result.finished.num_cached_tokens == max(len(history) - 1, 0)
+        history = request.prompt_token_ids + result.token_ids[0]
+    assert driver.scheduler.stats().num_copied_blocks == 0
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+@pytest.mark.parametrize("num_blocks", [6, 64])
+def test_prompts_that_differ_within_a_block_copy_what_they_share(num_blocks: int, budget: int) -> None:  # C081
+    driver = make_driver(num_blocks, max_num_batched_tokens=budget)
+    assert cached_tokens(driver, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
+    assert cached_tokens(driver, [1, 2, 3, 4, 5, 6, 70, 80, 90]) == 6
+    assert driver.scheduler.stats().num_copied_blocks == 1
+    twins = [make_request([1, 2, 3, 4, 5, 6, 7, i], max_tokens=6) for i in range(20, 24)]
+    driver.add(*twins)
+    driver.run()
+    assert_right(driver, *twins)
+    driver.assert_idle()
+
+
+def test_answers_stay_right_when_copies_and_preemptions_meet() -> None:
+    driver = make_driver(14, 14, max_num_batched_tokens=16, preemption_mode="auto")
+    requests = [
+        make_request([*range(i % 3 + 5), *range(100 * i, 100 * i + i % 5)], n=1 + i % 3, temperature=1.0, max_tokens=14)
+        for i in range(24)
+    ]
+    driver.add(*requests)
+    driver.run()
+    assert_right(driver, *requests)
+    stats = driver.scheduler.stats()
+    assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
+    driver.assert_idle()
 
 
 def test_other_salts_and_adapters_share_nothing() -> None:  # C080
@@ -46,7 +88,7 @@ def test_other_salts_and_adapters_share_nothing() -> None:  # C080
     prompt = list(range(64))
     keys = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}, {"adapter": "x"}, {"adapter": "y"}]
     assert [cached_tokens(driver, prompt, **key) for key in keys] == [0] * 5
-    assert [cached_tokens(driver, prompt, **key) for key in keys] == [60] * 5
+    assert [cached_tokens(driver, prompt, **key) for key in keys] == [63] * 5
 
 
 def test_a_block_is_not_found_after_another_beginning() -> None:  # C081
