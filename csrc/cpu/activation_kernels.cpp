@@ -1,4 +1,4 @@
-// Gated activations: SiLU (Elfwing et al. 2018) and GELU (Hendrycks and Gimpel 2016), times the other half.
+// Activations: SiLU (Elfwing et al. 2018), GELU (Hendrycks and Gimpel 2016), ReLU; alone, or times the other half.
 #include "kernels.h"
 #include "thread_pool.h"
 #include "vec.h"
@@ -36,7 +36,26 @@ struct GeluErf {
   }
 };
 
-template <class Activation>
+struct Relu {
+  PS_INLINE Vec apply(Vec x) { return max(zero(), x); }  // x where it is NaN
+};
+
+// Elements [first, last) of one row; up is the other half of a gated activation, or null.
+template <class Activation, bool kGated>
+PS_INLINE void run_piece(float* out, const float* x, const float* up, int64_t first, int64_t last) {
+  int64_t i = first;
+  for (; i + kWidth <= last; i += kWidth) {
+    const Vec y = Activation::apply(load(x + i));
+    store(out + i, kGated ? y * load(up + i) : y);
+  }
+  if (i < last) {
+    const int tail = static_cast<int>(last - i);
+    const Vec y = Activation::apply(load_partial(x + i, tail));
+    store_partial(out + i, kGated ? y * load_partial(up + i, tail) : y, tail);
+  }
+}
+
+template <class Activation, bool kGated>
 void run(float* out, int64_t out_stride, const float* x, int64_t x_stride, int64_t num_rows, int64_t dim) {
   const int64_t num_pieces = (dim + kGrainElements - 1) / kGrainElements;  // of one row
   const int64_t grain = dim >= kGrainElements ? 1 : kGrainElements / dim;
@@ -45,28 +64,33 @@ void run(float* out, int64_t out_stride, const float* x, int64_t x_stride, int64
       const int64_t row = piece / num_pieces;
       const int64_t first = piece % num_pieces * kGrainElements;
       const int64_t last = first + kGrainElements < dim ? first + kGrainElements : dim;
-      const float* gate = x + row * x_stride;
-      const float* up = gate + dim;
-      float* to = out + row * out_stride;
-      int64_t i = first;
-      for (; i + kWidth <= last; i += kWidth) store(to + i, Activation::apply(load(gate + i)) * load(up + i));
-      if (i < last) {
-        const int tail = static_cast<int>(last - i);
-        store_partial(to + i, Activation::apply(load_partial(gate + i, tail)) * load_partial(up + i, tail), tail);
-      }
+      const float* from = x + row * x_stride;
+      run_piece<Activation, kGated>(out + row * out_stride, from, from + dim, first, last);
     }
   });
+}
+
+template <bool kGated>
+void choose(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride, int64_t num_rows,
+            int64_t dim) {
+  switch (activation) {
+    case PS_SILU: return run<Silu, kGated>(out, out_stride, x, x_stride, num_rows, dim);
+    case PS_GELU_TANH: return run<GeluTanh, kGated>(out, out_stride, x, x_stride, num_rows, dim);
+    case PS_RELU: return run<Relu, kGated>(out, out_stride, x, x_stride, num_rows, dim);
+    default: return run<GeluErf, kGated>(out, out_stride, x, x_stride, num_rows, dim);
+  }
 }
 
 }  // namespace
 
 void gated_activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride,
                       int64_t num_rows, int64_t dim) {
-  switch (activation) {
-    case PS_SILU: return run<Silu>(out, out_stride, x, x_stride, num_rows, dim);
-    case PS_GELU_TANH: return run<GeluTanh>(out, out_stride, x, x_stride, num_rows, dim);
-    default: return run<GeluErf>(out, out_stride, x, x_stride, num_rows, dim);
-  }
+  choose<true>(activation, out, out_stride, x, x_stride, num_rows, dim);
+}
+
+void activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride, int64_t num_rows,
+                int64_t dim) {
+  choose<false>(activation, out, out_stride, x, x_stride, num_rows, dim);
 }
 
 }  // namespace PS_ISA

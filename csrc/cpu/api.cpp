@@ -31,6 +31,11 @@ int check_kv_cache(const ps_kv_cache* kv_cache) {
   return PS_OK;
 }
 
+int check_activation(int activation) {
+  if (activation >= PS_SILU && activation <= PS_RELU) return PS_OK;
+  return fail(PS_INVALID_ARGUMENT, "unknown activation %d", activation);
+}
+
 int check_slots(const int64_t* slots, int64_t num_tokens, int64_t num_slots) {
   for (int64_t i = 0; i < num_tokens; ++i) {
     if (slots[i] < -1 || slots[i] >= num_slots) {
@@ -97,6 +102,13 @@ int ps_rms_norm(float* out, int64_t out_outer_stride, int64_t out_inner_stride, 
   return PS_OK;
 }
 
+int ps_layer_norm(float* out, int64_t out_stride, const float* x, int64_t x_stride, float* residual,
+                  int64_t residual_stride, const float* weight, const float* bias, int64_t num_rows, int64_t dim,
+                  float eps) {
+  PS_CALL(layer_norm, out, out_stride, x, x_stride, residual, residual_stride, weight, bias, num_rows, dim, eps);
+  return PS_OK;
+}
+
 int ps_rotary_embedding(const int64_t* positions, float* query, int64_t query_stride, int64_t num_heads, float* key,
                         int64_t key_stride, int64_t num_kv_heads, const float* cos_sin, int64_t max_position,
                         int64_t num_tokens, int64_t head_dim, int64_t rotary_dim) {
@@ -117,10 +129,44 @@ int ps_rotary_embedding(const int64_t* positions, float* query, int64_t query_st
 
 int ps_gated_activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride,
                         int64_t num_rows, int64_t dim) {
-  if (activation < PS_SILU || activation > PS_GELU_ERF) {
-    return fail(PS_INVALID_ARGUMENT, "unknown activation %d", activation);
-  }
+  if (const int status = check_activation(activation)) return status;
   PS_CALL(gated_activation, activation, out, out_stride, x, x_stride, num_rows, dim);
+  return PS_OK;
+}
+
+int ps_activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride, int64_t num_rows,
+                  int64_t dim) {
+  if (const int status = check_activation(activation)) return status;
+  PS_CALL(activation, activation, out, out_stride, x, x_stride, num_rows, dim);
+  return PS_OK;
+}
+
+int ps_scale(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float factor) {
+  PS_CALL(scale, x, x_stride, num_rows, dim, factor);
+  return PS_OK;
+}
+
+int ps_soft_cap(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float cap) {
+  if (!(cap > 0)) return fail(PS_INVALID_ARGUMENT, "cap must be above 0");
+  PS_CALL(soft_cap, x, x_stride, num_rows, dim, cap);
+  return PS_OK;
+}
+
+int ps_add(float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows, int64_t dim) {
+  PS_CALL(add, x, x_stride, y, y_stride, num_rows, dim);
+  return PS_OK;
+}
+
+int ps_embedding(float* out, int64_t out_stride, const void* table, int64_t table_stride, int64_t table_rows,
+                 int dtype, const int64_t* row_ids, int64_t num_rows, int64_t dim) {
+  if (dtype < PS_F32 || dtype > PS_F16) return fail(PS_INVALID_ARGUMENT, "unknown dtype %d", dtype);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    if (row_ids[i] < 0 || row_ids[i] >= table_rows) {
+      return fail(PS_INVALID_ARGUMENT, "row_ids[%lld] is %lld, the table has %lld rows", (long long)i,
+                  (long long)row_ids[i], (long long)table_rows);
+    }
+  }
+  PS_CALL(embedding, out, out_stride, table, table_stride, dtype, row_ids, num_rows, dim);
   return PS_OK;
 }
 

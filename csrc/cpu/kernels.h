@@ -13,12 +13,28 @@ PS_FOR_EACH_ISA(
                   int64_t x_outer_stride, int64_t x_inner_stride, float* residual, int64_t residual_stride,
                   const float* weight, int64_t num_outer, int64_t num_inner, int64_t dim, float eps);
 
+    void layer_norm(float* out, int64_t out_stride, const float* x, int64_t x_stride, float* residual,
+                    int64_t residual_stride, const float* weight, const float* bias, int64_t num_rows, int64_t dim,
+                    float eps);
+
     void rotary_embedding(const int64_t* positions, float* query, int64_t query_stride, int64_t num_heads,
                           float* key, int64_t key_stride, int64_t num_kv_heads, const float* cos_sin,
                           int64_t num_tokens, int64_t head_dim, int64_t rotary_dim);
 
     void gated_activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride,
                           int64_t num_rows, int64_t dim);
+
+    void activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride,
+                    int64_t num_rows, int64_t dim);
+
+    void scale(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float factor);
+
+    void soft_cap(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float cap);
+
+    void add(float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows, int64_t dim);
+
+    void embedding(float* out, int64_t out_stride, const void* table, int64_t table_stride, int dtype,
+                   const int64_t* row_ids, int64_t num_rows, int64_t dim);
 
     void write_kv(const ps_kv_cache& kv_cache, const float* key, int64_t key_stride, const float* value,
                   int64_t value_stride, const int64_t* slot_mapping, int64_t num_tokens);

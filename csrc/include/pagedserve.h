@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define PS_API __attribute__((visibility("default")))
-#define PS_ABI_VERSION 2
+#define PS_ABI_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -25,7 +25,7 @@ enum ps_status {
 
 enum ps_dtype { PS_F32 = 0, PS_BF16 = 1, PS_F16 = 2, PS_I8 = 3 /* of KV caches only */ };
 
-enum ps_activation { PS_SILU = 0, PS_GELU_TANH = 1, PS_GELU_ERF = 2 };
+enum ps_activation { PS_SILU = 0, PS_GELU_TANH = 1, PS_GELU_ERF = 2, PS_RELU = 3 };
 
 PS_API int ps_abi_version(void);
 /* Text of the last failure on this thread; empty after none. Valid until the thread's next failure. */
@@ -47,6 +47,12 @@ PS_API int ps_rms_norm(float* out, int64_t out_outer_stride, int64_t out_inner_s
                        int64_t x_outer_stride, int64_t x_inner_stride, float* residual, int64_t residual_stride,
                        const float* weight, int64_t num_outer, int64_t num_inner, int64_t dim, float eps);
 
+/* out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias for each row; bias may be NULL. With a residual (may be
+ * NULL): residual += x first, and the sum is what gets normalized. out may be x or residual. */
+PS_API int ps_layer_norm(float* out, int64_t out_stride, const float* x, int64_t x_stride, float* residual,
+                         int64_t residual_stride, const float* weight, const float* bias, int64_t num_rows, int64_t dim,
+                         float eps);
+
 /* Rotates, in place, the first rotary_dim elements of each head, half against half (NeoX style).
  * cos_sin: [max_position, rotary_dim], cosines in the first half of a row, sines in the second. key may be NULL. */
 PS_API int ps_rotary_embedding(const int64_t* positions, float* query, int64_t query_stride, int64_t num_heads,
@@ -56,6 +62,19 @@ PS_API int ps_rotary_embedding(const int64_t* positions, float* query, int64_t q
 /* out[row] = activation(x[row, :dim]) * x[row, dim:] */
 PS_API int ps_gated_activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride,
                                int64_t num_rows, int64_t dim);
+
+/* out[row] = activation(x[row]); out may be x. */
+PS_API int ps_activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride,
+                         int64_t num_rows, int64_t dim);
+
+/* x *= factor; x = cap * tanh(x / cap); x += y. Each in place. */
+PS_API int ps_scale(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float factor);
+PS_API int ps_soft_cap(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float cap);
+PS_API int ps_add(float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows, int64_t dim);
+
+/* out[i] = table[row_ids[i]], widened from its ps_dtype. table: [table_rows, dim], rows table_stride elements apart. */
+PS_API int ps_embedding(float* out, int64_t out_stride, const void* table, int64_t table_stride, int64_t table_rows,
+                        int dtype, const int64_t* row_ids, int64_t num_rows, int64_t dim);
 
 /* One layer's view of a KV pool. Block b starts at data + b * block_stride and holds
  * K [num_kv_heads][head_dim][block_size], then V [num_kv_heads][block_size][head_dim]. With PS_I8 each head's codes

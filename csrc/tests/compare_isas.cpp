@@ -66,6 +66,36 @@ Floats activation() {
   return out;
 }
 
+Floats layer_norm() {
+  constexpr int64_t kRows = 5, kDim = 103;
+  Floats x = numbers(kRows * kDim, 1), residual = numbers(kRows * kDim, 2), out(kRows * kDim, NAN);
+  const Floats weight = numbers(kDim, 3), bias = numbers(kDim, 4);
+  check(ps_layer_norm(out.data(), kDim, x.data(), kDim, residual.data(), kDim, weight.data(), bias.data(), kRows, kDim,
+                      1e-5f));
+  out.insert(out.end(), residual.begin(), residual.end());
+  return out;
+}
+
+// Plain activation, scale, soft cap and add, one after another; then rows of a table of 16-bit floats.
+Floats elementwise() {
+  constexpr int64_t kRows = 3, kDim = 37;
+  Floats x = numbers(kRows * kDim, 5);
+  const Floats y = numbers(kRows * kDim, 6);
+  check(ps_activation(PS_RELU, x.data(), kDim, x.data(), kDim, kRows, kDim));
+  check(ps_scale(x.data(), kDim, kRows, kDim, 3.f));
+  check(ps_soft_cap(x.data(), kDim, kRows, kDim, 2.f));
+  check(ps_add(x.data(), kDim, y.data(), kDim, kRows, kDim));
+  std::vector<uint16_t> table(4 * kDim);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<uint16_t>(0x3c00 + 7 * i);
+  const int64_t ids[] = {3, 0};
+  for (const int dtype : {PS_BF16, PS_F16}) {
+    Floats rows(2 * kDim, NAN);
+    check(ps_embedding(rows.data(), kDim, table.data(), kDim, 4, dtype, ids, 2, kDim));
+    x.insert(x.end(), rows.begin(), rows.end());
+  }
+  return x;
+}
+
 template <int kDtype, int kBlockSize>
 Floats attention() {
   constexpr int64_t kHeads = 6, kKvHeads = 2, kHeadDim = 40, kSeqLen = 70, kQueryLen = 9;
@@ -126,6 +156,8 @@ Floats linear() {
 
 const Case kCases[] = {
     {"rms_norm", rms_norm},
+    {"layer_norm", layer_norm},
+    {"elementwise", elementwise},
     {"rotary_embedding", rotary_embedding},
     {"silu", activation<PS_SILU>},
     {"gelu_tanh", activation<PS_GELU_TANH>},

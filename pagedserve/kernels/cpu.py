@@ -11,7 +11,7 @@ import torch
 
 from pagedserve.kernels import native, reference
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3}
 
 # ---- argument checks ----------------------------------------------------------------------------------------
 
@@ -115,6 +115,35 @@ def rms_norm(
     return out
 
 
+def layer_norm(
+    x: torch.Tensor,  # [num_tokens, dim]
+    weight: torch.Tensor,  # [dim]
+    bias: torch.Tensor | None,  # [dim]
+    eps: float,
+    residual: torch.Tensor | None,  # [num_tokens, dim]
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if out is None:
+        out = torch.empty(x.shape, dtype=torch.float32)
+    for tensor, name in ((x, "x"), (out, "out")):
+        _rows(tensor, name, 2)
+    num_rows, dim = x.shape
+    _same(out.shape, (num_rows, dim), "out")
+    for tensor, name in ((weight, "weight"), (bias, "bias")):
+        if tensor is not None:
+            _rows(tensor, name, 1)
+            _same(tensor.shape, (dim,), name)
+    if residual is not None:
+        _rows(residual, "residual", 2)
+        _same(residual.shape, (num_rows, dim), "residual")
+    native.call(
+        "ps_layer_norm", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
+        None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0),
+        weight.data_ptr(), None if bias is None else bias.data_ptr(), num_rows, dim, eps,
+    )  # fmt: skip
+    return out
+
+
 def rotary_embedding(
     positions: torch.Tensor,  # int64 [num_tokens]
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
@@ -150,6 +179,56 @@ def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> to
     native.call(
         "ps_gated_activation", _ACTIVATIONS[kind], out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
         num_rows, dim,
+    )  # fmt: skip
+    return out
+
+
+def activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        out = torch.empty(x.shape, dtype=torch.float32)
+    _rows(x, "x", 2)
+    _rows(out, "out", 2)
+    _same(out.shape, tuple(x.shape), "out")
+    native.call("ps_activation", _ACTIVATIONS[kind], out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), *x.shape)
+    return out
+
+
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    _rows(x, "x", 2)
+    native.call("ps_scale", x.data_ptr(), x.stride(0), *x.shape, factor)
+    return x
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    _rows(x, "x", 2)
+    native.call("ps_soft_cap", x.data_ptr(), x.stride(0), *x.shape, cap)
+    return x
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    _rows(x, "x", 2)
+    _rows(y, "y", 2)
+    _same(y.shape, tuple(x.shape), "y")
+    native.call("ps_add", x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), *x.shape)
+    return x
+
+
+def embedding(
+    table: torch.Tensor,  # [num_rows, dim], fp32, bf16 or fp16
+    row_ids: torch.Tensor,  # int64 [num_tokens]
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    _ints(row_ids, "row_ids", torch.int64, 1)
+    if table.dtype not in native.DTYPES or not table.is_cpu or table.dim() != 2 or table.stride(1) != 1:
+        raise TypeError(f"table must be fp32, bf16 or fp16 rows on the CPU, it is {table.dtype} {tuple(table.shape)}")
+    shape = (row_ids.shape[0], table.shape[1])
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    _rows(out, "out", 2)
+    _same(out.shape, shape, "out")
+    native.call(
+        "ps_embedding", out.data_ptr(), out.stride(0), table.data_ptr(), table.stride(0), table.shape[0],
+        native.DTYPES[table.dtype], row_ids.data_ptr(), *shape,
     )  # fmt: skip
     return out
 

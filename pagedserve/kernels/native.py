@@ -21,7 +21,7 @@ from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "libpagedserve_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 _TYPES: dict[str, Any] = {
@@ -37,8 +37,14 @@ SIGNATURES: dict[str, str] = {
     "ps_select_isa": "s",
     "ps_set_num_threads": "i",
     "ps_rms_norm": "pllpllplplllf",
+    "ps_layer_norm": "plplplppllf",
     "ps_rotary_embedding": "ppllpllpllll",
     "ps_gated_activation": "iplplll",
+    "ps_activation": "iplplll",
+    "ps_scale": "plllf",
+    "ps_soft_cap": "plllf",
+    "ps_add": "plplll",
+    "ps_embedding": "plpllipll",
     "ps_write_kv": "pplplpl",
     "ps_paged_attention": "plpllppflf",
     "ps_rotary_attention": "plpllppllpppflf",

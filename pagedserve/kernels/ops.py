@@ -37,6 +37,22 @@ def rms_norm(
     return _implementation(x).rms_norm(x, weight, eps, residual, out)
 
 
+def layer_norm(
+    x: torch.Tensor,  # [num_tokens, dim]
+    weight: torch.Tensor,  # [dim]
+    bias: torch.Tensor | None,  # [dim]
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,  # [num_tokens, dim]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (arXiv 1607.06450).
+
+    With a residual: residual += x in place, and the sum is what gets normalized. `out` may be x or the residual.
+    """
+    return _implementation(x).layer_norm(x, weight, bias, eps, residual, out)
+
+
 def rotary_embedding(
     positions: torch.Tensor,  # int64 [num_tokens]
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
@@ -56,6 +72,37 @@ def gelu_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | 
     """gelu(x[:, :dim]) * x[:, dim:], exact or by tanh, as in torch. x: [num_tokens, 2 * dim] -> [num_tokens, dim]."""
     kind = {"none": "gelu_erf", "tanh": "gelu_tanh"}[approximate]
     return _implementation(x).gated_activation(kind, x, out)
+
+
+def activation(kind: str, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Each number of x, [num_tokens, dim], through "silu", "gelu_erf", "gelu_tanh" or "relu". `out` may be x."""
+    return _implementation(x).activation(kind, x, out)
+
+
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x *= factor in place; returns x, [num_tokens, dim]."""
+    return _implementation(x).scale(x, factor)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """x = cap * tanh(x / cap) in place (arXiv 2408.00118, section 2); returns x, [num_tokens, dim]."""
+    return _implementation(x).soft_cap(x, cap)
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x += y in place; returns x. Both [num_tokens, dim]."""
+    return _implementation(x).add(x, y)
+
+
+def embedding(
+    table: torch.Tensor,  # [num_rows, dim], any float dtype
+    row_ids: torch.Tensor,  # int64 [num_tokens]
+    dtype: torch.dtype,
+) -> torch.Tensor:  # [num_tokens, dim] in `dtype`
+    """Rows of a table, as new memory that the caller may write to."""
+    if dtype is torch.float32 and table.is_cpu and table.dtype in native.DTYPES and native.available():
+        return cpu.embedding(table, row_ids, None)
+    return reference.embedding(table, row_ids, None).to(dtype)
 
 
 def write_kv(

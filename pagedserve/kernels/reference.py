@@ -21,6 +21,20 @@ def rms_norm(
     return _into(out, (normed * weight.float()).to(x.dtype))
 
 
+def layer_norm(
+    x: torch.Tensor,  # [..., dim]
+    weight: torch.Tensor,  # [dim]
+    bias: torch.Tensor | None,  # [dim]
+    eps: float,
+    residual: torch.Tensor | None,  # like x
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if residual is not None:
+        residual += x
+        x = residual
+    return _into(out, F.layer_norm(x, weight.shape, weight, bias, eps))
+
+
 def rotary_embedding(
     positions: torch.Tensor,  # int64 [num_tokens]
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
@@ -37,16 +51,38 @@ def rotary_embedding(
 
 def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
+    return _into(out, activation(kind, gate, None) * up)
+
+
+def activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     match kind:
         case "silu":
-            activated = F.silu(gate)
+            activated = F.silu(x)
         case "gelu_tanh":
-            activated = F.gelu(gate, approximate="tanh")
+            activated = F.gelu(x, approximate="tanh")
         case "gelu_erf":
-            activated = F.gelu(gate)
+            activated = F.gelu(x)
+        case "relu":
+            activated = F.relu(x)
         case _:
             raise ValueError(f"unknown activation {kind!r}")
-    return _into(out, activated * up)
+    return _into(out, activated)
+
+
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x.mul_(factor)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.add_(y)
+
+
+def embedding(table: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return _into(out, table.index_select(0, row_ids))
 
 
 SCALE_BYTES = 4  # of a token's fp32 scale in an 8-bit cache

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
+from pagedserve.kernels import ops
 from pagedserve.quantization import gguf
 from pagedserve.quantization.method import LinearWeight
 
@@ -30,7 +31,7 @@ class DenseEmbedding(Embedding):
         self.nbytes = weight.nbytes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._weight.index_select(0, token_ids).to(self._dtype)
+        return ops.embedding(self._weight, token_ids, self._dtype)
 
 
 class PackedEmbedding(Embedding):

@@ -56,6 +56,32 @@ def test_rms_norm_of_the_heads_inside_a_wider_tensor(isa: str, head_dim: int) ->
     assert torch.equal(qkv[:, :2], rest[:, :2]) and torch.equal(qkv[:, 6:], rest[:, 6:])
 
 
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_layer_norm(isa: str, rows: int, dim: int) -> None:
+    x, weight, bias = randn(rows, dim) * 3 + 50, randn(dim), randn(dim)
+    for shift in (bias, None):
+        out = cpu.layer_norm(x, weight, shift, 1e-5, None, poisoned(rows, dim))
+        # In fp64: far from zero the two in fp32 differ by their own rounding.
+        wanted = reference.layer_norm(
+            x.double(), weight.double(), None if shift is None else shift.double(), 1e-5, None, None
+        )
+        assert_close(out, wanted.float(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("into", ["x", "residual"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_layer_norm_adds_to_the_residual_in_place(isa: str, dim: int, into: str) -> None:
+    x, weight, bias, residual = randn(7, dim), randn(dim), randn(dim), randn(8, dim)[1:] * 5
+    wanted_residual = residual.clone()
+    wanted = reference.layer_norm(x, weight, bias, 1e-5, wanted_residual, None)
+    out = x if into == "x" else residual
+    assert cpu.layer_norm(x, weight, bias, 1e-5, residual, out) is out
+    assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    if into == "x":
+        assert torch.equal(residual, wanted_residual)
+
+
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (80, 80), (80, 32), (24, 6), (8, 2)])
 @pytest.mark.parametrize("rows", ROWS)
 def test_rotary_embedding(isa: str, rows: int, head_dim: int, rotary_dim: int) -> None:
@@ -77,14 +103,54 @@ def _rotated(query: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     return query
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu_erf"])
-@pytest.mark.parametrize(("rows", "dim"), [(0, 5), (1, 1), (3, 31), (2, 64), (5, 1536), (2, 9000)])
+KINDS = ["silu", "gelu_tanh", "gelu_erf", "relu"]
+SHAPES = [(0, 5), (1, 1), (3, 31), (2, 64), (5, 1536), (2, 20000)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "dim"), SHAPES)
 def test_gated_activation(isa: str, kind: str, rows: int, dim: int) -> None:
     x = randn(rows, 2 * dim) * 4
     if rows:
         x[0, 0], x[-1, dim - 1] = 120.0, -120.0  # where a careless e^x overflows
     out = cpu.gated_activation(kind, x, poisoned(rows, dim))
     assert_close(out, reference.gated_activation(kind, x, None), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "dim"), SHAPES)
+def test_activation(isa: str, kind: str, rows: int, dim: int) -> None:
+    x = randn(rows, dim) * 4
+    if rows:
+        x[0, 0] = 120.0
+        x[-1, -1] = float("nan")
+    wanted = reference.activation(kind, x, None)
+    assert_close(cpu.activation(kind, x, poisoned(rows, dim)), wanted, atol=2e-6, rtol=2e-6, equal_nan=True)
+    assert cpu.activation(kind, x, x) is x
+    assert_close(x, wanted, atol=2e-6, rtol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(("rows", "dim"), SHAPES)
+def test_scale_soft_cap_and_add_work_in_place(isa: str, rows: int, dim: int) -> None:
+    wide, y = randn(rows, dim + 3) * 40, randn(rows, dim)
+    x, rest = wide[:, :dim], wide[:, dim:].clone()  # rows that lie apart
+    for op in ("scale", "soft_cap", "add"):
+        operand = y if op == "add" else 7.5
+        wanted = getattr(reference, op)(x.clone(), operand)
+        assert getattr(cpu, op)(x, operand) is x
+        assert_close(x, wanted, atol=2e-6, rtol=2e-6)
+    assert torch.equal(wide[:, dim:], rest)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_embedding(isa: str, dim: int, dtype: torch.dtype) -> None:
+    table = randn(9, dim).to(dtype)[2:]
+    ids = torch.tensor([6, 0, 6, 3])
+    assert torch.equal(cpu.embedding(table, ids, poisoned(4, dim)), table[ids].float())
+    for wrong in (-1, 7):
+        with pytest.raises(ValueError, match=rf"row_ids\[1\] is {wrong}, the table has 7 rows"):
+            cpu.embedding(table, torch.tensor([0, wrong]), None)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

@@ -31,6 +31,19 @@ def test_any_dtype_is_served(implementation: str, dtype: torch.dtype) -> None:
     assert_close(ops.gelu_mul(x, approximate="tanh"), F.gelu(x[:, :4], approximate="tanh") * x[:, 4:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_dtype_is_served_between_layers(implementation: str, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(3, 8).to(dtype), torch.randn(8).to(dtype), torch.randn(8).to(dtype)
+    assert_close(ops.layer_norm(x, weight, bias, 1e-5), F.layer_norm(x, (8,), weight, bias, 1e-5))
+    assert_close(ops.activation("relu", x), F.relu(x))
+    assert_close(ops.activation("gelu_tanh", x), F.gelu(x, approximate="tanh"))
+    assert_close(ops.scale(x.clone(), 3.0), x * 3)
+    assert_close(ops.soft_cap(x.clone(), 2.0), torch.tanh(x / 2) * 2)
+    assert_close(ops.add(x.clone(), x), x + x)
+    table = torch.randn(5, 8).to(torch.bfloat16)
+    assert torch.equal(ops.embedding(table, torch.tensor([4, 1]), dtype), table[[4, 1]].to(dtype))
+
+
 def test_out_and_residual_are_written_in_place(implementation: str) -> None:
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
     total = x + residual
