@@ -37,6 +37,11 @@ class ModelConfig:
     )
     max_model_len: int | None = flag(None, help="longest sequence, prompt and output together (default: the model's)")
     load_format: str = flag("auto", help="auto, or dummy for random weights in benchmarks", choices=("auto", "dummy"))
+    model_impl: str = flag(
+        "auto",
+        help="who computes the model: native, transformers (with our attention), or auto: native where there is one",
+        choices=("auto", "native", "transformers"),
+    )
     attention_backend: str | None = flag(None, help="force an attention backend (default: the first that fits)")
     device: str = flag("auto", help="auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     num_threads: int | None = flag(None, help="threads of the CPU kernels (default: the cores this process may use)")

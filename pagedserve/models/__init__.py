@@ -18,14 +18,26 @@ ARCHITECTURES: Registry[Any] = Registry(
 )
 
 
-def model_class(config: Mapping[str, Any]) -> Any:
-    """The class for a config.json; ModelLoadError names an architecture that is not known, and those that are."""
+# What computes architectures that are not in the table, and any with `--model-impl transformers`.
+FALLBACK = "pagedserve.models.transformers_fallback:TransformersForCausalLM"
+
+
+def model_class(config: Mapping[str, Any], impl: str = "auto") -> Any:
+    """The class for a config.json.
+
+    `impl` is `--model-impl`: "native" is a class of the table (ModelLoadError names those that are known),
+    "transformers" the fallback, "auto" the first where it is there.
+    """
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise ModelLoadError(f"config.json names no architecture; known: {', '.join(ARCHITECTURES)}")
-    for name in names:
-        if name in ARCHITECTURES:
-            return load(ARCHITECTURES[name])
-    raise ModelLoadError(
-        f"architecture {', '.join(map(str, names))} is not supported; known: {', '.join(ARCHITECTURES)}"
-    )
+    if impl != "transformers":
+        for name in names:
+            if name in ARCHITECTURES:
+                return load(ARCHITECTURES[name])
+    if impl == "native":
+        raise ModelLoadError(
+            f"architecture {', '.join(map(str, names))} is not native; use --model-impl auto, or one of those "
+            f"that are: {', '.join(ARCHITECTURES)}"
+        )
+    return load(FALLBACK)

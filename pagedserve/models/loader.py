@@ -15,12 +15,12 @@ from pagedserve.models.weights import Weights
 from pagedserve.quantization.method import QuantMethod
 
 
-def parse_config(files: ModelFiles) -> Any:
-    """The model's own config object: its geometry, before a weight is read.
+def parse_config(files: ModelFiles, impl: str = "auto") -> Any:
+    """The model's own config object: its geometry, before a weight is read. `impl` is `--model-impl`.
 
     Raises ModelLoadError for an architecture or a setting that is not supported.
     """
-    return model_class(files.config).config_class.from_hf(files.config)
+    return model_class(files.config, impl).config_class.from_hf(files.config)
 
 
 @torch.inference_mode()
@@ -34,16 +34,30 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     dummy_seed: int | None = None,
+    impl: str = "auto",
 ) -> Any:
     """Builds the model of `files` with its weights, or with random ones where `dummy_seed` is given.
 
-    `config` comes from `parse_config`; `max_model_len` (default: the model's own) is the number of positions served.
+    `config` comes from `parse_config` with the same `impl`; `max_model_len` (default: the model's own) is the number of
+    positions served.
     Raises ModelLoadError naming the file and tensor that is missing, left over, wrongly shaped, cut short or of a type
     that cannot be served.
     """
+    chosen = model_class(files.config, impl)
+    if hasattr(chosen, "from_files"):  # it has a reader of its own
+        return chosen.from_files(
+            files,
+            config,
+            attention=attention,
+            quant=quant,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len or config.max_model_len,
+            dummy_seed=dummy_seed,
+        )
     source = _source(files) if dummy_seed is None else DummySource(dummy_seed, _stored_dtype(files))
     weights = Weights(source, quant=quant, dtype=dtype, device=device)
-    model = model_class(files.config)(
+    model = chosen(
         config, weights, attention=attention, max_model_len=max_model_len or config.max_model_len, device=device
     )
     weights.finish()

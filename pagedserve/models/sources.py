@@ -21,6 +21,8 @@ from pagedserve.gguf_file import GGUFFile
 from pagedserve.quantization import gguf
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# As safetensors files call them; doubles are read as fp32.
+_FLOAT_NAMES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightSource(ABC):
@@ -100,6 +102,16 @@ class SafetensorsSource(FileSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
+
+    def common_dtype(self) -> torch.dtype:
+        """The float type of all tensors, fp32 where they differ. ModelLoadError for integers, as in `dense`."""
+        found = set()
+        for name, path in self._files.items():
+            stored = self._handles[path].get_slice(name).get_dtype()
+            if stored not in _FLOAT_NAMES:
+                raise ModelLoadError(f"{path}: tensor {name} has type {stored}, which cannot be served")
+            found.add(_FLOAT_NAMES[stored])
+        return found.pop() if len(found) == 1 else torch.float32
 
     def where(self, name: str) -> str:
         return str(self._files[name]) if name in self._files else ", ".join(path.name for path in self._handles)

@@ -62,6 +62,8 @@ class QuantMethod(ABC):
     """Makes the `LinearWeight`s of one storage format on one device."""
 
     name: str
+    # False where dense weights keep the numbers that their file has.
+    changes_weights: bool = False
 
     @abstractmethod
     def from_dense(self, weight: Tensor | Sequence[Tensor]) -> LinearWeight:

@@ -47,6 +47,7 @@ class DenseMethod(QuantMethod):
         self._device = device
         # Rounding to a coarser type than the activations' is what was asked for; then they are cast once.
         self._rounded_to = _DTYPES.get(weights_dtype)
+        self.changes_weights = self._rounded_to not in (None, torch.float32)
         self._dtype = dtype or self._rounded_to
 
     def from_dense(self, weight: torch.Tensor | Sequence[torch.Tensor]) -> LinearWeight:

@@ -102,6 +102,7 @@ class PackedMethod(QuantMethod):
                 f"unknown weights dtype {weights_dtype}; known: auto, float32, bfloat16, float16, int8, int4"
             )
         self._format = weights_dtype
+        self.changes_weights = weights_dtype not in ("auto", "float32")
 
     def for_head(self) -> QuantMethod:
         # 4-bit logits cost 20 times the perplexity that all other 4-bit matrices do.

@@ -64,7 +64,7 @@ class Worker:
         settings = self._model_config
         if self._device.type == "cpu":
             torch.set_num_threads(settings.num_threads or usable_cores())
-        config = parse_config(self._files)
+        config = parse_config(self._files, settings.model_impl)
         self._max_model_len = resolve_max_model_len(config.max_model_len, settings.max_model_len)
         spec = config.attention_spec(
             block_size=self._cache.block_size,
@@ -82,6 +82,7 @@ class Worker:
             device=self._device,
             max_model_len=self._max_model_len,
             dummy_seed=settings.seed if settings.load_format == "dummy" else None,
+            impl=settings.model_impl,
         )
         if self._device.type == "cpu" and self._dtype is torch.float32 and native.available():
             # What is left to torch in a step is small, and its threads would wait for cores on which native ones spin.

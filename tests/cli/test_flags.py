@@ -24,6 +24,7 @@ KNOWN_FLAGS = set(
     host port served-model-name api-key allowed-origins strict shutdown-timeout max-body-size log-level log-format
     log-requests data-dir data-dir-quota batch-concurrency
     model tokenizer revision dtype weights-dtype max-model-len load-format attention-backend device num-threads seed
+    model-impl
     block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype swap-space enable-prefix-caching
     max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode watermark request-timeout
     executor

@@ -35,9 +35,10 @@ class PagedModel:
         num_blocks: int = 128,
         seed: int = 0,
         dummy_seed: int | None = None,
+        impl: str = "auto",
     ):
         files = resolve(str(path), require_weights=dummy_seed is None)
-        config = parse_config(files)
+        config = parse_config(files, impl)
         kv_cache_dtype = kv_cache_dtype or dtype
         spec = config.attention_spec(block_size=BLOCK_SIZE, dtype=dtype, kv_cache_dtype=kv_cache_dtype, device=CPU)
         chosen = BACKENDS.resolve(backend)
@@ -52,6 +53,7 @@ class PagedModel:
             device=CPU,
             max_model_len=max_model_len,
             dummy_seed=dummy_seed,
+            impl=impl,
         )
         shape = (num_blocks, config.num_layers, *self.backend.layer_block_shape)
         self.kv_cache = torch.full(shape, float("nan"), dtype=kv_cache_dtype)
