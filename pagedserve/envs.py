@@ -8,11 +8,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pagedserve.config import parse_bytes
+
 
 def cache_dir() -> Path:
-    """PAGEDSERVE_CACHE_DIR: models of the catalog, converted tokenizers (default ~/.cache/pagedserve)."""
+    """PAGEDSERVE_CACHE_DIR: models, converted tokenizers, packed weights (default ~/.cache/pagedserve)."""
     value = os.environ.get("PAGEDSERVE_CACHE_DIR")
     return Path(value) if value else Path.home() / ".cache" / "pagedserve"
+
+
+def packed_cache_bytes() -> int:
+    """PAGEDSERVE_PACKED_CACHE: most bytes of packed weights kept in the cache folder, such as 8GiB (default 20GiB);
+    0: none are kept."""
+    return parse_bytes(os.environ.get("PAGEDSERVE_PACKED_CACHE") or "20GiB", "PAGEDSERVE_PACKED_CACHE")
 
 
 def api_keys() -> tuple[str, ...]:

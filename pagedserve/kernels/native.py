@@ -233,21 +233,33 @@ def set_num_threads(count: int) -> None:
 class PackedMatrix:
     """A matrix [out_features, in_features] in one of LINEAR_FORMATS, in the layout of csrc/cpu/linear_format.h.
 
-    Starts as zeros; `pack` and `pack_ggml` fill rows. `data` is all of it, `address` its ps_linear_weight.
+    Starts as zeros; `pack` and `pack_ggml` fill rows. `data` is all of it, `address` its ps_linear_weight. With `data`
+    (uint8, aligned to 64 bytes) it is a matrix that was packed before.
     """
 
-    def __init__(self, fmt: str, out_features: int, in_features: int) -> None:
-        num_bytes = _loaded().ps_linear_packed_bytes(LINEAR_FORMATS[fmt], out_features, in_features)
-        if num_bytes == 0:
-            raise ValueError(_loaded().ps_last_error().decode())
+    def __init__(self, fmt: str, out_features: int, in_features: int, data: torch.Tensor | None = None) -> None:
+        num_bytes = self.num_bytes(fmt, out_features, in_features)
         self.format = fmt
         self.out_features = out_features
         self.in_features = in_features
-        # From numpy: zero pages that nothing has touched yet, where torch would write them with all its threads.
-        pages = np.zeros(num_bytes + 63, dtype=np.uint8)
-        self.data = torch.from_numpy(pages)[-pages.ctypes.data % 64 :][:num_bytes]
+        if data is None:
+            # From numpy: zero pages that nothing has touched yet, where torch would write them with all its threads.
+            pages = np.zeros(num_bytes + 63, dtype=np.uint8)
+            data = torch.from_numpy(pages)[-pages.ctypes.data % 64 :][:num_bytes]
+        elif data.dtype is not torch.uint8 or data.shape != (num_bytes,) or data.data_ptr() % 64:
+            raise ValueError(f"{fmt} {out_features} x {in_features} takes {num_bytes} bytes, aligned to 64")
+        self.data = data
         self._struct = LinearWeightStruct(self.data.data_ptr(), out_features, in_features, LINEAR_FORMATS[fmt])
         self.address = self._struct.address
+
+    @staticmethod
+    def num_bytes(fmt: str, out_features: int, in_features: int) -> int:
+        """Bytes of a packed matrix. ValueError for a format or a shape that there is not."""
+        number = LINEAR_FORMATS.get(fmt, -1)
+        num_bytes = _loaded().ps_linear_packed_bytes(number, out_features, in_features)
+        if num_bytes == 0:
+            raise ValueError(_loaded().ps_last_error().decode())
+        return num_bytes
 
     def pack(self, first_row: int, rows: torch.Tensor) -> None:
         """Fills rows from `first_row` with dense ones, fp32, bf16 or fp16 [num_rows, in_features]."""

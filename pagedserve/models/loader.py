@@ -8,11 +8,15 @@ import torch
 
 from pagedserve.attention import AttentionBackend
 from pagedserve.gguf_file import GGUFFile
+from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.models import model_class
 from pagedserve.models.sources import DummySource, GGUFSource, SafetensorsSource, WeightSource
 from pagedserve.models.weights import Weights
 from pagedserve.quantization.method import QuantMethod
+from pagedserve.quantization.packed_cache import PackedCache
+
+logger = get_logger(__name__)
 
 
 def parse_config(files: ModelFiles, impl: str = "auto") -> Any:
@@ -35,11 +39,13 @@ def load_model(
     max_model_len: int | None = None,
     dummy_seed: int | None = None,
     impl: str = "auto",
+    use_packed_cache: bool = False,
 ) -> Any:
     """Builds the model of `files` with its weights, or with random ones where `dummy_seed` is given.
 
     `config` comes from `parse_config` with the same `impl`; `max_model_len` (default: the model's own) is the number of
-    positions served.
+    positions served. With `use_packed_cache` matrices that an earlier start packed are mapped, and what is packed now
+    is kept.
     Raises ModelLoadError naming the file and tensor that is missing, left over, wrongly shaped, cut short or of a type
     that cannot be served.
     """
@@ -56,11 +62,20 @@ def load_model(
             dummy_seed=dummy_seed,
         )
     source = _source(files) if dummy_seed is None else DummySource(dummy_seed, _stored_dtype(files))
-    weights = Weights(source, quant=quant, dtype=dtype, device=device)
+    cache = None
+    if use_packed_cache and dummy_seed is None and quant.cache_key is not None:
+        cache = PackedCache.for_files(files.weight_files, quant.cache_key)
+    weights = Weights(source, quant=quant, dtype=dtype, device=device, cache=cache)
     model = chosen(
         config, weights, attention=attention, max_model_len=max_model_len or config.max_model_len, device=device
     )
     weights.finish()
+    if cache is not None:
+        cache.save()
+    if weights.rounding_error is not None:
+        logger.info(
+            "weights quantised while loading: relative RMS error %.2f %%", 100 * weights.rounding_error.relative
+        )
     return model
 
 

@@ -14,7 +14,8 @@ from pagedserve.layers.embedding import DenseEmbedding, Embedding, PackedEmbeddi
 from pagedserve.layers.linear import Linear
 from pagedserve.layers.norm import RMSNorm
 from pagedserve.models.sources import WeightSource
-from pagedserve.quantization.method import LinearWeight, QuantMethod
+from pagedserve.quantization.method import LinearWeight, QuantMethod, RoundingError
+from pagedserve.quantization.packed_cache import PackedCache
 
 # Tensors that old exporters wrote although they follow from the config.
 _DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -24,13 +25,24 @@ _MAX_NAMED = 8
 class Weights:
     """Makes layers out of a source, in the types and on the device of the run."""
 
-    def __init__(self, source: WeightSource, *, quant: QuantMethod, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        quant: QuantMethod,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache: PackedCache | None = None,
+    ):
+        """`cache` holds matrices that an earlier start packed from the same files, and takes those of this one."""
         self._source = source
         self._quant = quant
+        self._cache = cache
         self._dtype = dtype
         self._device = device
         self._taken: set[str] = set()
         self.nbytes = 0  # of all layers made so far
+        self.rounding_error: RoundingError | None = None  # of what was quantised while loading
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """A norm's weight or a bias, [size], in the dtype of the activations."""
@@ -50,7 +62,7 @@ class Weights:
         sizes = [out_features] if isinstance(out_features, int) else list(out_features)
         for name, size in zip(names, sizes, strict=True):
             self._take(f"{name}.weight", (size, in_features))
-        weight = self._matrix([f"{name}.weight" for name in names], in_features, self._quant)
+        weight = self._matrix([f"{name}.weight" for name in names], sum(sizes), in_features, self._quant)
         biases = [self.vector(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)] if bias else []
         return Linear(weight, torch.cat(biases) if biases else None)
 
@@ -68,7 +80,7 @@ class Weights:
         if has_head:
             self._take(head, (vocab_size, hidden_size))
         shared = tied and (not has_head or self._equal(embedding, head))
-        head_weight = self._matrix([embedding if shared else head], hidden_size, self._quant.for_head())
+        head_weight = self._matrix([embedding if shared else head], vocab_size, hidden_size, self._quant.for_head())
         if shared:
             return SharedEmbedding(head_weight, self._dtype), Linear(head_weight)
         lookup: Embedding
@@ -96,11 +108,22 @@ class Weights:
     def _equal(self, first: str, second: str) -> bool:
         return torch.equal(self._source.dense(first), self._source.dense(second))
 
-    def _matrix(self, names: Sequence[str], in_features: int, quant: QuantMethod) -> LinearWeight:
+    def _matrix(self, names: Sequence[str], out_features: int, in_features: int, quant: QuantMethod) -> LinearWeight:
+        cache = None if quant.cache_key is None else self._cache
+        key = f"{quant.cache_key} {' '.join(names)}"
+        weight = None if cache is None else cache.get(key, (out_features, in_features))
+        if weight is None:
+            weight = self._packed(names, in_features, quant)
+            if cache is not None:
+                cache.add(key, weight)
+        self.nbytes += weight.nbytes
+        lost = weight.rounding_error
+        if lost is not None:
+            self.rounding_error = lost if self.rounding_error is None else self.rounding_error + lost
+        return weight
+
+    def _packed(self, names: Sequence[str], in_features: int, quant: QuantMethod) -> LinearWeight:
         if any(self._source.is_packed(name) for name in names):
             kinds, rows = zip(*(self._source.rows(name) for name in names), strict=True)
-            weight = quant.from_gguf(kinds, rows, in_features)
-        else:
-            weight = quant.from_dense([self._source.dense(name) for name in names])
-        self.nbytes += weight.nbytes
-        return weight
+            return quant.from_gguf(kinds, rows, in_features)
+        return quant.from_dense([self._source.dense(name) for name in names])

@@ -7,8 +7,10 @@ file. Fused projections (qkv, gate and up) pass several matrices: their rows are
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -16,6 +18,26 @@ import torch
 from torch import Tensor
 
 _Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingError:
+    """What quantising took from dense weights: sums of squares over rows that were compared."""
+
+    error: float
+    weights: float
+
+    @property
+    def relative(self) -> float:
+        """Root of the mean square error over that of the weights."""
+        return math.sqrt(self.error / self.weights) if self.weights else 0.0
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        return self.error, self.weights
+
+    def __add__(self, other: RoundingError) -> RoundingError:
+        return RoundingError(self.error + other.error, self.weights + other.weights)
 
 
 class LinearWeight(ABC):
@@ -28,6 +50,11 @@ class LinearWeight(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes one product reads: codes, scales and zero points."""
+
+    @property
+    def rounding_error(self) -> RoundingError | None:
+        """What was lost when dense weights were quantised while loading; None where nothing was."""
+        return None
 
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
@@ -64,6 +91,11 @@ class QuantMethod(ABC):
     name: str
     # False where dense weights keep the numbers that their file has.
     changes_weights: bool = False
+
+    @property
+    def cache_key(self) -> str | None:
+        """Names all that decides how the weights of given files come out, where they may be kept; else None."""
+        return None
 
     @abstractmethod
     def from_dense(self, weight: Tensor | Sequence[Tensor]) -> LinearWeight:

@@ -14,7 +14,7 @@ import torch
 from pagedserve.errors import ConfigError
 from pagedserve.kernels import native, ops
 from pagedserve.quantization.gguf import as_dense, check_rows, dequantize, type_number
-from pagedserve.quantization.method import LinearWeight, QuantMethod, as_list
+from pagedserve.quantization.method import LinearWeight, QuantMethod, RoundingError, as_list
 
 _FORMAT_OF_DTYPE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _BITS = {
@@ -22,13 +22,15 @@ _BITS = {
     "int4_sym": 4, "int4": 4, "int4_f32": 4,
 }  # fmt: skip
 GROUP = 32
+_COMPARED_ROWS = 128
 
 
 class PackedWeight(LinearWeight):
     """One packed matrix; `packed` is what native code is given."""
 
-    def __init__(self, packed: native.PackedMatrix):
+    def __init__(self, packed: native.PackedMatrix, rounding_error: RoundingError | None = None):
         self.packed = packed
+        self._rounding_error = rounding_error
         self.out_features = packed.out_features
         self.in_features = packed.in_features
 
@@ -40,6 +42,10 @@ class PackedWeight(LinearWeight):
     @property
     def nbytes(self) -> int:
         return self.packed.data.nbytes
+
+    @property
+    def rounding_error(self) -> RoundingError | None:
+        return self._rounding_error
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -63,6 +69,11 @@ class StackedWeight(LinearWeight):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def rounding_error(self) -> RoundingError | None:
+        errors = [part.rounding_error for part in self.parts if part.rounding_error is not None]
+        return sum(errors[1:], errors[0]) if errors else None
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -103,6 +114,10 @@ class PackedMethod(QuantMethod):
             )
         self._format = weights_dtype
         self.changes_weights = weights_dtype not in ("auto", "float32")
+
+    @property
+    def cache_key(self) -> str | None:
+        return f"{self.name}-{self._format}"
 
     def for_head(self) -> QuantMethod:
         # 4-bit logits cost 20 times the perplexity that all other 4-bit matrices do.
@@ -166,13 +181,25 @@ def _pack(parts: list[_Part], in_features: int) -> PackedWeight:
         )
     packed = native.PackedMatrix(fmt, sum(rows.shape[0] for _, rows, _ in parts), in_features)
     first = 0
+    error: RoundingError | None = None
     for _, rows, ggml_type in parts:
         if ggml_type is None:
             packed.pack(first, rows)
+            if _BITS[fmt] <= 8:
+                lost = _rounding_error(packed, first, rows)
+                error = lost if error is None else error + lost
         else:
             packed.pack_ggml(first, rows, ggml_type)
         first += rows.shape[0]
-    return PackedWeight(packed)
+    return PackedWeight(packed, error)
+
+
+def _rounding_error(packed: native.PackedMatrix, first: int, rows: torch.Tensor) -> RoundingError:
+    """Of rows that were packed from `first` on, judged by some of them."""
+    chosen = torch.linspace(0, rows.shape[0] - 1, min(_COMPARED_ROWS, rows.shape[0]), dtype=torch.float64).long()
+    wanted = rows[chosen].double()
+    lost = ops.linear_rows(packed, chosen + first).double() - wanted
+    return RoundingError(float(lost.square().sum()), float(wanted.square().sum()))
 
 
 def _as_float(x: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,7 @@ class Worker:
             max_model_len=self._max_model_len,
             dummy_seed=settings.seed if settings.load_format == "dummy" else None,
             impl=settings.model_impl,
+            use_packed_cache=True,
         )
         if self._device.type == "cpu" and self._dtype is torch.float32 and native.available():
             # What is left to torch in a step is small, and its threads would wait for cores on which native ones spin.
