@@ -137,12 +137,17 @@ def test_write_kv_refuses() -> None:
         cpu.write_kv(key, key, kv_cache, torch.tensor([0]))
     with pytest.raises(ValueError, match="value has shape"):
         cpu.write_kv(key, torch.zeros(1, 1, 8), kv_cache, torch.tensor([0, 1]))
-    with pytest.raises(TypeError, match="kv_cache must be fp32, bf16 or fp16"):
+    with pytest.raises(TypeError, match="kv_cache must be fp32, bf16, fp16 or int8"):
         cpu.write_kv(key, key, kv_cache.double(), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="contiguous within a block"):
         cpu.write_kv(key, key, torch.zeros(4, 2, 1, 64)[..., ::2], torch.tensor([0, 1]))
     with pytest.raises(ConfigError, match="power of two"):
         cpu.write_kv(key, key, torch.zeros(4, 2, 1, 24), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"block_size \* 12\] with head_dim 8"):
+        cpu.write_kv(key, key, torch.zeros(4, 2, 1, 32, dtype=torch.int8), torch.tensor([0, 1]))
+    odd = torch.zeros(4 * 96 + 2, dtype=torch.int8)[2:].view(4, 2, 1, 48)
+    with pytest.raises(ConfigError, match="multiples of 4"):
+        cpu.write_kv(key, key, odd, torch.tensor([0, 1]))
 
 
 @needs_native
