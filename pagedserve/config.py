@@ -145,6 +145,8 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = flag((), help="origins of browsers that may call (CORS; default: none)")
     strict: bool = flag(False, help="answer unknown request fields with 400 instead of a warning header")
     shutdown_timeout: float = flag(30.0, help="seconds that running requests get after SIGTERM")
+    tool_call_parser: str = flag("auto", help="format of tool calls: auto (by the chat template), none, or a name")
+    reasoning_parser: str = flag("auto", help="format of reasoning: auto (by the chat template), none, or a name")
     max_body_size: str = flag("32MiB", help="largest request body")
     log_level: str = flag("info", help="debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", help="one line a record, for people or for machines", choices=("text", "json"))

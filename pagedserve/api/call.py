@@ -41,7 +41,7 @@ def json_response(value: Any, headers: dict[str, str] | None = None) -> Response
 async def read_body(state: ApiState, request: Request, model: type[Body]) -> tuple[Body, list[str]]:
     """The checked body, and the names of fields that have no effect. Raises RequestError (all of them in --strict)."""
     body = await read_json(request, state.max_body_bytes)
-    refuse_unsupported(body)
+    refuse_unsupported(body, model.model_fields)
     parsed = validate(model, body)
     ignored = [name for name in unknown_fields(model, body) if name not in HARMLESS_FIELDS]
     return parsed, ignored

@@ -170,6 +170,8 @@ class UsageCounter:
     def __init__(self) -> None:
         self._prompts: dict[int, RequestOutput] = {}
         self._num_completion_tokens = 0
+        # Whoever takes the text apart knows.
+        self.num_reasoning_tokens = 0
 
     def take(self, prompt_index: int, output: RequestOutput) -> None:
         """Count what is new in `output`."""
@@ -189,5 +191,9 @@ class UsageCounter:
             self._num_completion_tokens,
             num_prompt_tokens + self._num_completion_tokens,
             PromptTokensDetails(sum(output.num_cached_tokens for output in prompts)),
-            CompletionTokensDetails(sum(m.num_preemptions for m in metrics), sum(m.num_wasted_tokens for m in metrics)),
+            CompletionTokensDetails(
+                sum(m.num_preemptions for m in metrics),
+                sum(m.num_wasted_tokens for m in metrics),
+                self.num_reasoning_tokens,
+            ),
         )

@@ -16,6 +16,7 @@ import uvloop
 
 from pagedserve.api.app import build_app
 from pagedserve.api.http_protocol import NoUpgradeProtocol
+from pagedserve.api.parsed_output import check_names
 from pagedserve.api.state import ApiState
 from pagedserve.config import EngineConfig, ServerConfig
 from pagedserve.engine.async_llm_engine import AsyncLLMEngine
@@ -41,6 +42,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, core: SpawnedC
 
     The port is bound before the model loads, so /health can say 503 meanwhile and a taken port fails at once.
     """
+    check_names(server_config.tool_call_parser, server_config.reasoning_parser)
     try:
         listener = _bind(server_config)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -197,6 +199,10 @@ class _Service:
         base = f"http://{host}:{port}"
         name = self._state.model_names[0]
         logger.info("serving %s at %s after %.1f s", name, base, time.monotonic() - self._started)
+        formats = self._state.output_formats()
+        if formats.tool_name or formats.reasoning_name:
+            tools, thoughts = formats.tool_name or "none", formats.reasoning_name or "none"
+            logger.info("tool calls are read as %s, reasoning as %s", tools, thoughts)
         route = "chat/completions" if engine.chat_template.exists else "completions"
         ask = '"messages":[{"role":"user","content":"Hello!"}]' if engine.chat_template.exists else '"prompt":"Hello"'
         logger.info("try: curl %s/v1/%s -H 'Content-Type: application/json' -d '{%s}'", base, route, ask)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pagedserve.api.parsed_output import OutputFormats
 from pagedserve.config import ServerConfig, parse_bytes
 from pagedserve.errors import EngineDeadError, NotFoundError, PagedServeError
 from pagedserve.log import get_logger
@@ -77,6 +78,7 @@ class ApiState:
     # Set by `build_app`, whose routes answer the lines of batches.
     batches: BatchService = field(init=False)
     _logged_fields: set[str] = field(default_factory=set)
+    _formats: OutputFormats | None = None
 
     def __post_init__(self) -> None:
         self.max_body_bytes = parse_bytes(self.config.max_body_size, "--max-body-size")
@@ -105,6 +107,16 @@ class ApiState:
         if reason is not None or self.engine is None:
             raise EngineDeadError(reason or "there is no engine")
         return self.engine
+
+    def output_formats(self) -> OutputFormats:
+        """How the served model writes tool calls and reasoning."""
+        if self._formats is None:
+            engine, config = self.ready_engine(), self.config
+            template = engine.chat_template.source
+            self._formats = OutputFormats.choose(
+                config.tool_call_parser, config.reasoning_parser, template, engine.tokenizer
+            )
+        return self._formats
 
     def served_name(self, name: str | None) -> str:
         """The model's name for an answer: what the client called it, or the first name. NotFoundError otherwise."""

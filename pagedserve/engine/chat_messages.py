@@ -43,6 +43,8 @@ def _message(message: Any, where: str, content_format: str, knows_developer: boo
     result.pop("tool_calls", None)
     if calls:
         result["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    if role == "tool" and not isinstance(result.get("tool_call_id"), str):
+        raise _error(f"{where} has no tool_call_id, which says whose result it is")
     content = message.get("content")
     if content is None:
         if role != "assistant" or not (calls or "content" in message or "function_call" in result):

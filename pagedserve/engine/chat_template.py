@@ -39,6 +39,7 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], *, special_tokens: Mapping[str, str] | None = None):
         self._special_tokens = dict(special_tokens or {})
+        self._sources = dict(templates)
         self._compiled: dict[str, CompiledTemplate] = {}
         self._broken: dict[str, str] = {}
         for name, source in templates.items():
@@ -68,6 +69,11 @@ class ChatTemplate:
     def exists(self) -> bool:
         """True where the model can chat."""
         return bool(self._compiled)
+
+    @property
+    def source(self) -> str:
+        """The Jinja text, of all templates together: it shows in which formats the model writes."""
+        return "\n".join(self._sources.values())
 
     @property
     def supports_tools(self) -> bool:

@@ -35,6 +35,8 @@ class IncrementalDetokenizer:
         table = tokenizer.token_bytes
         self._table = table
         self._hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        if params.shown_special_ids:
+            self._hidden = self._hidden.difference(params.shown_special_ids)
         self._added = tokenizer.added_ids
         self._tight = bool(table.separator) and not params.spaces_between_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

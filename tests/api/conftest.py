@@ -52,8 +52,15 @@ class FrontFactory:
         self._folder = folder
         self._running: list[Iterator[Front]] = []
 
-    def __call__(self, *, names: tuple[str, ...] = ("fake",), priorities: bool = False, **settings: object) -> Front:
-        iterator = self._serve(names, priorities, settings)
+    def __call__(
+        self,
+        *,
+        names: tuple[str, ...] = ("fake",),
+        priorities: bool = False,
+        template: str | None = None,
+        **settings: object,
+    ) -> Front:
+        iterator = self._serve(names, priorities, template, settings)
         self._running.append(iterator)
         return next(iterator)
 
@@ -61,8 +68,10 @@ class FrontFactory:
         for iterator in self._running:
             next(iterator, None)
 
-    def _serve(self, names: tuple[str, ...], priorities: bool, settings: dict[str, object]) -> Iterator[Front]:
-        engine = FakeEngine(self._folder)
+    def _serve(
+        self, names: tuple[str, ...], priorities: bool, template: str | None, settings: dict[str, object]
+    ) -> Iterator[Front]:
+        engine = FakeEngine(self._folder, template=template)
         config = ServerConfig(**settings)  # type: ignore[arg-type]
         state = ApiState(config, names, EngineMetrics(names[0]), engine=engine, priorities_count=priorities)  # type: ignore[arg-type]
         with app_server(build_app(state)) as base_url, httpx.Client(base_url=base_url, timeout=30) as client:

@@ -28,17 +28,18 @@ DEFAULT_ANSWER = "Hello."
 class FakeEngine:
     """Same face as AsyncLLMEngine; `live` names requests that somebody still waits for, `loop` is the server's."""
 
-    def __init__(self, folder: Path, *, token_seconds: float = 0.0):
+    def __init__(self, folder: Path, *, token_seconds: float = 0.0, template: str | None = None):
+        """With a template of its own, which may be longer than a script has to be, the context is 2048 tokens."""
         write_tokenizer(folder)
         self.tokenizer = Tokenizer.load(model_files.resolve(str(folder), require_weights=False))
-        self.chat_template = ChatTemplate.load(self.tokenizer)
+        self.chat_template = ChatTemplate.load(self.tokenizer, template)
         files = model_files.resolve(str(folder), require_weights=False)
         spec = KVCacheSpec(
             num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", bytes_per_block=1024
         )
         plan = MemoryPlan(weights_bytes=0, kv_bytes=0, num_device_blocks=10_000, num_host_blocks=0, spec=spec)
         front, scheduler = FrontConfig(), SchedulerConfig(max_num_seqs=256)
-        self.max_model_len = 512
+        self.max_model_len = 512 if template is None else 2048
         self._input = InputProcessor(
             self.tokenizer, files, plan, max_model_len=self.max_model_len, front=front, scheduler=scheduler
         )
@@ -50,6 +51,9 @@ class FakeEngine:
         self.live: set[str] = set()
         self.seen: list[dict[str, Any]] = []
         self._token_seconds = token_seconds
+        # Said whatever the prompt is, so many tokens at a time.
+        self.script: str | None = None
+        self.stride = 1
 
     def health(self) -> str | None:
         return self.complaint
@@ -62,11 +66,15 @@ class FakeEngine:
     ) -> AsyncIterator[RequestOutput]:
         self.loop = asyncio.get_running_loop()
         self.seen.append({"prompt": prompt, "params": params, "request_id": request_id, **options})
+        # The script is what it is, whatever a grammar would say.
+        params = params.with_(structured_output=None)
         processed = await self._input.process_async(prompt, params, request_id=request_id, **options)
         ids, params = processed.request.prompt_token_ids, processed.request.sampling_params
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         command, _, argument = _last_line(text).partition(" ")
         answer = argument if command == "say" else DEFAULT_ANSWER
+        if self.script is not None:
+            answer = self.script
         kind, _, count = argument.rpartition(" ")
         stop_at = int(count) if command in ("fail", "hang") else -1
         tokens = byte_ids(answer)[: params.max_tokens]
@@ -79,7 +87,7 @@ class FakeEngine:
                 if i == stop_at:
                     raise _error(kind)
                 await asyncio.sleep(self._token_seconds)
-                if i == 0:
+                if i == 0 or (i % self.stride and i < len(tokens)):
                     continue
                 yield self._output(request_id, prompt, ids, tokens, i, reason, params)
         finally:
@@ -97,8 +105,9 @@ class FakeEngine:
     ) -> RequestOutput:
         is_last = count == len(tokens)
         decode = self.tokenizer.decode
-        before = decode(tokens[: count - 1]).removesuffix("\ufffd")
-        text = decode(tokens[:count]) if is_last else decode(tokens[:count]).removesuffix("\ufffd")
+        start = (count - 1) // self.stride * self.stride
+        before = decode(tokens[:start]).rstrip("\ufffd")
+        text = decode(tokens[:count]) if is_last else decode(tokens[:count]).rstrip("\ufffd")
         choices = [
             CompletionOutput(
                 index=index,
@@ -107,7 +116,7 @@ class FakeEngine:
                 finish_reason=reason if is_last else None,
                 stop_reason=EOS_ID if is_last and reason == "stop" else None,
                 delta_text=text[len(before) :],
-                delta_token_ids=tokens[count - 1 : count],
+                delta_token_ids=tokens[start:count],
             )
             for index in range(params.n)
         ]

@@ -274,8 +274,6 @@ def test_nul_and_byte_order_marks_are_text(front: Front) -> None:  # C069
         ("guided_regex", "a"),
         ("guided_choice", ["a"]),
         ("guided_grammar", "a"),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
@@ -291,6 +289,12 @@ def test_nul_and_byte_order_marks_are_text(front: Front) -> None:  # C069
 )
 def test_what_is_not_built_is_refused_not_ignored(front: Front, name: str, value: object) -> None:  # C106
     error = check_error(front.chat(**{name: value}), 400, param=name)
+    assert error["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(("name", "value"), [("tools", [{"type": "function"}]), ("tool_choice", "required")])
+def test_completions_have_no_tools(front: Front, name: str, value: object) -> None:
+    error = check_error(front.complete(**{name: value}), 400, param=name)
     assert error["code"] == "unsupported_parameter"
 
 

@@ -108,7 +108,7 @@ def _merge(merged: StreamedChoice, choice: dict[str, Any], *, chat: bool) -> Non
         delta = choice["delta"]
         assert ("role" in delta) == (merged.num_chunks == 0), "the role comes first, and once"
         assert delta.get("role", "assistant") == "assistant"
-        text = delta.get("content", "")
+        text = delta.get("content", "") or ""
     else:
         text = choice["text"]
     assert isinstance(text, str)

@@ -8,6 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pagedserve.api.protocol.common import GenerationRequest, Usage
+from pagedserve.api.protocol.tools import ToolUse, read_tools
 from pagedserve.errors import RequestError
 
 MAX_MESSAGES = 10_000
@@ -23,6 +24,11 @@ class ChatTemplateFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     messages: list[dict[str, Any]]
+    # Their entries are checked by `read_tools`, and shown to the template as the client wrote them.
+    tools: list[Any] | None = Field(None, description="functions that the model may call")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto (default with tools), required, a function, or allowed_tools"
+    )
     add_generation_prompt: bool | None = Field(None, description="end with the start of an answer (default: true)")
     continue_final_message: bool | None = Field(None, description="go on with the last message instead of answering")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
@@ -43,16 +49,24 @@ class ChatTemplateFields(BaseModel):
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
 
+    def tool_use(self) -> ToolUse:
+        """What the request says about tools, checked."""
+        return read_tools(self.tools, self.tool_choice, None)
+
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of `ChatTemplate.render`."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                # What templates call it that can only think or not.
+                variables.setdefault("enable_thinking", False)
         going_on = bool(self.continue_final_message)
         return {
             "add_generation_prompt": not going_on and self.add_generation_prompt is not False,
             "continue_final_message": going_on,
             "chat_template_kwargs": variables,
+            "tools": self.tool_use().shown,
         }
 
     def unknown_message_keys(self) -> list[str]:
@@ -71,18 +85,29 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
     PARAM_NAMES: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs", "prompt": "messages"}
 
     max_completion_tokens: int | None = Field(None, description="wins over max_tokens, its older name")
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
+    include_reasoning: bool | None = Field(None, description="false: the model's thoughts are left out")
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     def check(self) -> None:
         GenerationRequest.check(self)
         ChatTemplateFields.check(self)
+        self.tool_use()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.max_tokens_asked == 0:
             raise RequestError(f"{self.max_tokens_field} must be at least 1", param=self.max_tokens_field)
         if self.echo and self.messages and self.messages[-1].get("role") != "assistant":
             raise RequestError("echo repeats the assistant's last message, and the last one is not its", param="echo")
+
+    def tool_use(self) -> ToolUse:
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def continued_text(self) -> str:
+        """With continue_final_message, the text of the message to go on with."""
+        content = self.messages[-1].get("content") if self.continue_final_message and self.messages else None
+        return content if isinstance(content, str) else ""
 
     @property
     def max_tokens_asked(self) -> int | None:
@@ -126,11 +151,29 @@ class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class ChatMessage(msgspec.Struct):
-    """The answer's message."""
+class CalledFunction(msgspec.Struct):
+    """A function and its arguments, which are JSON."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct):
+    """One call of a tool."""
+
+    id: str
+    type: str
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """The answer's message. Thoughts stand under the name of OpenAI's reference and the one of DeepSeek's."""
 
     role: str
-    content: str
+    content: str | None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct, omit_defaults=True):

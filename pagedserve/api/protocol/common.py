@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import Any, ClassVar
 
 import msgspec
@@ -47,7 +48,7 @@ COPIED_FIELDS = (
     "stop",
 )
 
-# Fields that carry a meaning which is not built: name -> values that ask for nothing and are accepted.
+# Fields with a meaning that is not built, or not for every route: name -> values that ask for nothing, which pass.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
@@ -85,6 +86,8 @@ _REASONS = {
     "chat_template": "templates from clients are not rendered; the operator sets one with --chat-template",
     "suffix": "filling in the middle is not supported",
     "store": "answers are not stored",
+    "functions": "deprecated since 2023; send tools, which are answered with tool_calls",
+    "function_call": "deprecated since 2023; send tool_choice",
 }
 # Fields of OpenAI's that change nothing in an answer: accepted without a word.
 HARMLESS_FIELDS = frozenset(
@@ -290,10 +293,11 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """What the answer cost beyond its tokens: memory ran out so often, so many tokens were computed again."""
+    """How often memory ran out, how many tokens were computed again, and how many of the answer's were reasoning."""
 
     num_preemptions: int = 0
     num_wasted_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct):
@@ -306,10 +310,13 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
-def refuse_unsupported(body: dict[str, Any]) -> None:
-    """RequestError for a field that asks for something that is not built; an answer without it would be a surprise."""
+def refuse_unsupported(body: dict[str, Any], known: Container[str] = ()) -> None:
+    """RequestError for a field that asks for something that is not built; an answer without it would be a surprise.
+
+    `known` are fields that the route has all the same.
+    """
     for name, accepted in UNSUPPORTED_FIELDS.items():
-        if name in body and not any(_same(body[name], value) for value in accepted):
+        if name in body and name not in known and not any(_same(body[name], value) for value in accepted):
             reason = _REASONS.get(name)
             message = f"{name}: {reason}" if reason else f"{name} is not supported yet"
             raise RequestError(message, param=name, code="unsupported_parameter")

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from pagedserve.api.call import GenerationCall, open_call
+from pagedserve.api.chat_message import delta_of, message_of
 from pagedserve.api.generation import UsageCounter, outputs, prepared_prompt
 from pagedserve.api.openapi import documented
+from pagedserve.api.parsed_choice import ParsedChoice
+from pagedserve.api.parsed_events import Content, Event
+from pagedserve.api.parsed_output import OutputFormats, OutputParser
 from pagedserve.api.protocol.chat import (
     ChatChoice,
     ChatCompletionRequest,
@@ -21,7 +25,8 @@ from pagedserve.api.protocol.chat import (
 from pagedserve.api.token_texts import TokenTexts
 from pagedserve.errors import RequestError
 from pagedserve.outputs import CompletionOutput, RequestOutput
-from pagedserve.sampling_params import SamplingParams
+from pagedserve.sampling_params import SamplingParams, StructuredOutput
+from pagedserve.step import TokenLogprobs
 
 if TYPE_CHECKING:
     from pagedserve.engine.async_llm_engine import AsyncLLMEngine
@@ -38,15 +43,21 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 class ChatAnswer:
-    """One answer in the making."""
+    """One answer in the making.
+
+    Its text is taken apart (`ParsedChoice`) where tools may be called or the model thinks; otherwise it is passed on.
+    """
 
     def __init__(self, call: GenerationCall[ChatCompletionRequest], engine: AsyncLLMEngine):
         self._call = call
         self._body = call.body
         self._engine = engine
+        self._tools = self._body.tool_use()
+        self._formats: OutputFormats = call.state.output_formats()
         self._params = self._sampling_params()
         self._texts = TokenTexts(engine.tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
         self._usage = UsageCounter()
+        self._parsed: list[ParsedChoice] = []
 
     def _sampling_params(self) -> SamplingParams:
         body, defaults = self._body, self._engine.default_sampling_params
@@ -61,14 +72,45 @@ class ChatAnswer:
         body = self._body
         # In a thread: a template is a program that somebody else wrote.
         text = await asyncio.to_thread(self._engine.chat_template.render, body.messages, **body.template_options())
+        params = self._prepare_parsing(text)
         try:
             prompt = await prepared_prompt(self._engine, text, body, add_special_tokens=bool(body.add_special_tokens))
-            async with aclosing(outputs(self._engine, [prompt], self._params, body, self._call.request_id)) as stream:
+            async with aclosing(outputs(self._engine, [prompt], params, body, self._call.request_id)) as stream:
                 async for _, output in stream:
                     self._usage.take(0, output)
                     yield output
+                    if self._parsed and all(choice.is_over for choice in self._parsed):
+                        return
         except RequestError as error:
             raise body.renamed(error) from error
+
+    def _prepare_parsing(self, prompt: str) -> SamplingParams:
+        """Decide how the text is taken apart; returns the parameters with which it comes whole."""
+        formats, tools, params = self._formats, self._tools, self._params
+        if tools.is_forced:
+            params = params.with_(structured_output=self._forced_calls())
+        if formats.reasoning_parser is None and (formats.tool_parser is None or not tools.schemas):
+            return params
+        continued = self._body.continued_text()
+        self._parsed = [
+            ParsedChoice(
+                OutputParser(formats, params, prompt=prompt, continued=continued, tools=tools.schemas),
+                tools,
+                shows_reasoning=self._body.include_reasoning is not False,
+            )
+            for _ in range(params.n)
+        ]
+        return params.with_(shown_special_ids=formats.shown_special_ids)
+
+    def _forced_calls(self) -> StructuredOutput:
+        tools = self._tools
+        if self._formats.tool_parser is None:
+            raise RequestError(
+                "this server does not know how its model writes tool calls, so none can be required "
+                "(--tool-call-parser)",
+                param="tool_choice",
+            )
+        return self._formats.forced_calls(tools.schemas or {}, max_calls=tools.max_calls)
 
     def _echoed(self) -> str:
         """With echo the assistant's last message, which the answer goes on with."""
@@ -83,6 +125,9 @@ class ChatAnswer:
         async with aclosing(self._outputs()) as stream:
             async for latest in stream:
                 output = latest
+                if self._parsed:
+                    for choice in latest.outputs:
+                        self._take(choice)
         assert output is not None
         response = ChatCompletionResponse(
             self._call.response_id,
@@ -100,14 +145,26 @@ class ChatAnswer:
         return response
 
     def _choice(self, choice: CompletionOutput) -> ChatChoice:
+        finish_reason = choice.finish_reason
+        if self._parsed:
+            parsed = self._parsed[choice.index]
+            choice, finish_reason = parsed.output or choice, parsed.finish_reason
+            message = message_of(parsed.message, self._echoed())
+        else:
+            message = ChatMessage("assistant", self._echoed() + choice.text)
         return ChatChoice(
             choice.index,
-            ChatMessage("assistant", self._echoed() + choice.text),
+            message,
             None if choice.logprobs is None else self._texts.chat(choice.logprobs),
-            choice.finish_reason,
+            finish_reason,
             choice.stop_reason,
             choice.token_ids if self._body.return_token_ids else None,
         )
+
+    def _take(self, choice: CompletionOutput) -> list[Event]:
+        events = self._parsed[choice.index].take(choice)
+        self._usage.num_reasoning_tokens = sum(parsed.num_reasoning_tokens for parsed in self._parsed)
+        return events
 
     # -- streamed -----------------------------------------------------------------------------------------------------
 
@@ -118,24 +175,43 @@ class ChatAnswer:
         is_plain = not body.logprobs and not body.return_token_ids and not body.wants_usage_always
         has_begun = False
         ended: set[int] = set()
+        waiting = [ChunkExtras() for _ in range(self._params.n)]
         async with aclosing(self._outputs()) as stream:
             async for output in stream:
-                usage = self._usage.usage() if body.wants_usage_always else None
                 if not has_begun:
                     has_begun = True
+                    usage = self._usage.usage() if body.wants_usage_always else None
                     for index in range(self._params.n):
                         yield writer.choice(self._first_chunk(index, output), usage)
                 for choice in output.outputs:
                     if choice.index in ended:
                         continue
-                    if is_plain:
+                    finish_reason = choice.finish_reason
+                    if self._parsed:
+                        deltas = self._take(choice)
+                        finish_reason = self._parsed[choice.index].finish_reason
+                    usage = self._usage.usage() if body.wants_usage_always else None
+                    if not is_plain:
+                        waiting[choice.index].add(choice)
+                    if self._parsed:
+                        for event in deltas:
+                            if is_plain and isinstance(event, Content):
+                                yield writer.delta(choice.index, event.text)
+                            elif (delta := delta_of(event)) is not None:
+                                yield writer.choice(self._chunk(choice.index, delta, waiting[choice.index]), usage)
+                    elif is_plain:
                         if choice.delta_text:
                             yield writer.delta(choice.index, choice.delta_text)
                     elif choice.delta_text or choice.delta_token_ids:
-                        yield writer.choice(self._chunk(choice), usage)
-                    if choice.finish_reason is not None:
+                        delta = {"content": choice.delta_text}
+                        yield writer.choice(self._chunk(choice.index, delta, waiting[choice.index]), usage)
+                    if finish_reason is not None:
                         ended.add(choice.index)
-                        yield writer.choice(_last_chunk(choice), usage)
+                        last = self._chunk(choice.index, {}, waiting[choice.index])
+                        last["finish_reason"] = finish_reason
+                        if choice.stop_reason is not None:
+                            last["stop_reason"] = choice.stop_reason
+                        yield writer.choice(last, usage)
         if body.wants_usage_chunk:
             yield writer.usage(self._usage.usage())
 
@@ -146,20 +222,27 @@ class ChatAnswer:
             chunk["prompt_token_ids"] = output.prompt_token_ids
         return chunk
 
-    def _chunk(self, choice: CompletionOutput) -> dict[str, Any]:
-        logprobs = None
-        if choice.delta_logprobs is not None and choice.delta_token_ids:
-            logprobs = self._texts.chat(choice.delta_logprobs)
-        chunk: dict[str, Any] = {"index": choice.index, "delta": {"content": choice.delta_text}, "logprobs": logprobs}
-        chunk["finish_reason"] = None
-        if self._body.return_token_ids:
-            chunk["token_ids"] = choice.delta_token_ids
+    def _chunk(self, index: int, delta: dict[str, Any], extras: ChunkExtras) -> dict[str, Any]:
+        logprobs = self._texts.chat(extras.logprobs) if extras.logprobs else None
+        chunk: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if self._body.return_token_ids and (extras.token_ids or delta):
+            chunk["token_ids"] = extras.token_ids
+        extras.clear()
         return chunk
 
 
-def _last_chunk(choice: CompletionOutput) -> dict[str, Any]:
-    chunk: dict[str, Any] = {"index": choice.index, "delta": {}, "logprobs": None}
-    chunk["finish_reason"] = choice.finish_reason
-    if choice.stop_reason is not None:
-        chunk["stop_reason"] = choice.stop_reason
-    return chunk
+class ChunkExtras:
+    """What belongs to tokens whose text is not shown yet: it goes with the choice's next chunk."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[TokenLogprobs] = []
+        self.token_ids: list[int] = []
+
+    def add(self, choice: CompletionOutput) -> None:
+        """The choice's new tokens."""
+        self.logprobs += choice.delta_logprobs or ()
+        self.token_ids += choice.delta_token_ids
+
+    def clear(self) -> None:
+        """They were shown."""
+        self.logprobs, self.token_ids = [], []

@@ -1,0 +1,69 @@
+"""DeepSeek V3 and R1, and the shorter form of V3.1.
+
+V3 writes a call as `function`, a separator, the name, and a fenced block of JSON; V3.1 as the name, a separator, JSON.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pagedserve.api.text_machine import Markers, Reading
+from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.sampling_params import StructuredOutput
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+_SEPARATOR = Markers(SEPARATOR)
+_END_OF_LINE = Markers("\n")
+
+
+class DeepSeekV3Parser(ToolParser):
+    """Reads both forms."""
+
+    MARKERS: ClassVar[Markers] = Markers(CALLS_BEGIN)
+    SPECIAL: ClassVar[tuple[str, ...]] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+    def read_calls(self, marker: str) -> Reading[None]:
+        yield from self.skip_space()
+        yield from self.expect(CALL_BEGIN)
+        while True:
+            yield from self._read_call()
+            yield from self.space()
+            if (yield from self.expect(CALL_BEGIN, CALLS_END)) == CALLS_END:
+                self._record()
+                return
+
+    def _read_call(self) -> Reading[None]:
+        name = yield from self.name_until(_SEPARATOR)
+        yield from self.skip_space()
+        is_fenced = (yield from self.peek()) != "{"
+        if is_fenced:
+            # What stood before the separator was the kind of tool.
+            name = yield from self.name_until(_END_OF_LINE)
+            yield from self.skip_space()
+            yield from self.expect("```json")
+            yield from self.skip_space()
+        self.begin_call(name)
+        yield from self.copy_json(self.add_arguments)
+        self.end_call()
+        yield from self.skip_space()
+        if is_fenced:
+            yield from self.expect("```")
+            yield from self.skip_space()
+        yield from self.expect(CALL_END)
+        self._record()
+
+    @classmethod
+    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
+        begin, end = f"{CALL_BEGIN}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"
+        return calls.tags(begin, end, separator="\n", prefix=CALLS_BEGIN, suffix=CALLS_END)
+
+
+class DeepSeekV31Parser(DeepSeekV3Parser):
+    """Forces calls in the shorter form."""
+
+    @classmethod
+    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
+        return calls.tags(f"{CALL_BEGIN}NAME{SEPARATOR}", CALL_END, prefix=CALLS_BEGIN, suffix=CALLS_END)

@@ -1,0 +1,45 @@
+"""gpt-oss: `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>`.
+
+Reads what `reasoning_parsers.harmony` leaves of an answer: the text of the final channel, and messages to functions.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from pagedserve.api.text_machine import Malformed, Markers, Reading
+from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.sampling_params import StructuredOutput
+
+RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
+_MESSAGE = Markers("<|message|>")
+
+
+class HarmonyParser(ToolParser):
+    """One message a call."""
+
+    MARKERS: ClassVar[Markers] = Markers("<|channel|>")
+    SPECIAL: ClassVar[tuple[str, ...]] = (
+        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        *("<|end|>", "<|call|>", "<|return|>"),
+    )
+
+    def read_calls(self, marker: str) -> Reading[None]:
+        header = yield from self.name_until(_MESSAGE)
+        recipient = RECIPIENT.search(header)
+        if recipient is None:
+            raise Malformed
+        yield from self.skip_space()
+        if (yield from self.peek()) != "{":
+            raise Malformed
+        self.begin_call(recipient[1])
+        yield from self.copy_json(self.add_arguments)
+        self.end_call()
+        yield from self.closing("<|call|>", "<|end|>")
+
+    @classmethod
+    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
+        # A call ends the model's turn, so there is never a second one.
+        return calls.tags("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", max_calls=1)
