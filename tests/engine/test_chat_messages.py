@@ -74,7 +74,7 @@ def test_messages_of_the_caller_stay_as_they_are():
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_c066_parts(role):
-    messages = [{"role": role, "content": TWO_PARTS}]
+    messages = [{"role": role, "content": TWO_PARTS, "tool_call_id": "c1"}]
     assert "A\nB" in template("{{ messages[0].content }}").render(messages)
     assert template(PARTS).render(messages) == f"<{role}>A|B|" == transformers_render(PARTS, messages)
     assert template(PARTS_ONLY).render(messages) == "<A><B>" == transformers_render(PARTS_ONLY, messages)
