@@ -22,11 +22,7 @@ from pagedserve.config import EngineConfig, ServerConfig
 KNOWN_FLAGS = set(
     """
     host port served-model-name api-key allowed-origins strict shutdown-timeout max-body-size log-level log-format
-<<<<<<< HEAD
-    log-requests data-dir data-dir-quota batch-concurrency
-=======
-    log-requests tool-call-parser reasoning-parser
->>>>>>> c0742e4 (Tool calls and reasoning in chat: fourteen formats, streamed as they are written)
+    log-requests data-dir data-dir-quota batch-concurrency tool-call-parser reasoning-parser
     model tokenizer revision dtype weights-dtype max-model-len load-format attention-backend device num-threads seed
     model-impl
     block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype swap-space enable-prefix-caching
