@@ -125,6 +125,11 @@ class FrontConfig:
         help="auto: defaults of sampling from the model's generation_config.json; ignore: the API's own",
         choices=("auto", "ignore"),
     )
+    pooling_type: str = flag(
+        "auto",
+        help="how embeddings are pooled: last token, mean, or auto: as the model's files say, else last",
+        choices=("auto", "last", "mean"),
+    )
     max_logprobs: int = flag(20, help="most logprobs a request may ask for")
     health_timeout: float = flag(60.0, help="seconds a step may take before /health turns 503")
 

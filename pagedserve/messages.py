@@ -114,6 +114,7 @@ class EngineCoreOutputs:
     # Keyed by the row's position in the columns.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[str, bytes] = field(default_factory=dict)  # request_id -> its vector, little-endian fp32
     finished: list[FinishedRequest] = field(default_factory=list)
     stats: SchedulerStats | None = None
 

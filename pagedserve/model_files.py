@@ -170,12 +170,17 @@ def _from_hub(model: str, revision: str | None, require_weights: bool, log: Call
     )
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file; ModelLoadError where it holds something else."""
+def read_json_value(path: Path) -> Any:
+    """What the file holds as JSON; ModelLoadError where that cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"cannot read {path}: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file; ModelLoadError where it holds something else."""
+    content = read_json_value(path)
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} does not hold a JSON object")
     return content

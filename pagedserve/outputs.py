@@ -48,6 +48,8 @@ class RequestOutput:
     finished: bool = False
     # One entry a prompt token; the first is None (nothing precedes it). None where they were not asked for.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    # Where the request asked for pooling: its vector, as little-endian fp32.
+    pooled: bytes | None = None
     num_cached_tokens: int = 0
     # Known at the end: tokens of choices that were computed and are not returned (best_of).
     num_discarded_tokens: int = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedserve.errors import RequestError
+from pagedserve.pooling_params import PoolingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 4096
@@ -166,6 +167,8 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     beam: BeamParams | None = None
     structured_output: StructuredOutput | None = None
+    # A vector of the prompt instead of tokens; goes with max_tokens 0 and one sequence.
+    pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
         # Lists are what clients and JSON have; tuples are what an immutable object should hold.
@@ -253,6 +256,9 @@ def _check_counts(p: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(p, name) is not None:
             _integer(name, getattr(p, name), 0, 2**31 - 1)
+    if p.pooling is not None:
+        alone = p.max_tokens == 0 and p.num_sequences == 1 and p.beam is None and p.prompt_logprobs is None
+        _require(alone, "pooling goes with max_tokens 0, one sequence and no logprobs", "pooling")
     if p.beam is not None:
         _require(p.n <= p.beam.width, f"n ({p.n}) must not exceed beam_width ({p.beam.width})", "n")
 

@@ -134,6 +134,8 @@ class ModelRunnerOutput:
     # seq_id -> entries for the prompt positions that this step computed, in order; position 0 has none.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    # seq_id -> the vector of a prompt that is computed now and wants no tokens, little-endian fp32.
+    pooled: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     # Seconds of the step on the device, for the cost model of preemption and for metrics.
     forward_seconds: float = 0.0

@@ -17,6 +17,7 @@ from pagedserve.engine.core_client import OnProgress, ProcessCoreClient
 from pagedserve.engine.core_spawn import SpawnedCore, spawn_core
 from pagedserve.engine.input_processor import InputProcessor, default_sampling_params
 from pagedserve.engine.output_processor import OutputProcessor, RequestState
+from pagedserve.engine.pooling_defaults import default_pooling
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import EngineDeadError, RequestAbortedError
 from pagedserve.log import get_logger
@@ -24,6 +25,7 @@ from pagedserve.messages import AbortRequests, AddRequest, EngineCoreOutputs, Re
 from pagedserve.metrics import EngineMetrics
 from pagedserve.model_files import ModelFiles
 from pagedserve.outputs import RequestOutput
+from pagedserve.pooling_params import PoolingParams
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import MemoryPlan
 
@@ -47,6 +49,7 @@ class AsyncLLMEngine:
         self.tokenizer: Tokenizer
         self.chat_template: ChatTemplate
         self.default_sampling_params: dict[str, Any]
+        self.default_pooling: PoolingParams
         self._input: InputProcessor
         self._output: OutputProcessor
         self._ready: Ready | None = None
@@ -84,6 +87,7 @@ class AsyncLLMEngine:
         self.model_files = await asyncio.to_thread(
             model_files.resolve, config.model.model, revision=config.model.revision, log=on_progress or log.info
         )
+        self.default_pooling = default_pooling(self.model_files, config.front.pooling_type)
         self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
         loading = asyncio.ensure_future(self._client.start(config, vocab_limit=self.tokenizer.vocab_size))
         try:

@@ -198,7 +198,8 @@ class InputProcessor:
             deadline=self._deadline(arrival_time, timeout),
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
-            read_prefix_cache=params.prompt_logprobs is None,
+            read_prefix_cache=params.prompt_logprobs is None
+            and not (params.pooling and params.pooling.needs_all_tokens),
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:

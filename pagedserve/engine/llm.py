@@ -16,8 +16,9 @@ from pagedserve.engine.chat_template import ChatTemplate
 from pagedserve.engine.input_processor import ProcessedInput
 from pagedserve.engine.llm_engine import LLMEngine
 from pagedserve.engine.tokenizer import Tokenizer
-from pagedserve.errors import ConfigError, RequestError
+from pagedserve.errors import ConfigError, EngineStepError, RequestError
 from pagedserve.outputs import RequestOutput
+from pagedserve.pooling_params import PoolingParams, floats
 from pagedserve.sampling_params import BeamParams, SamplingParams
 
 _SLICES: dict[str, type] = {
@@ -140,6 +141,25 @@ class LLM:
             n=n or params.width, beam=params, max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos
         )
         return self.generate(prompts, sampling, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[list[float]]:
+        """A vector for each prompt, in fp32; `pooling_params` are by default what the model's files ask for.
+
+        Raises RequestError for a wrong prompt before any is computed, EngineStepError for one that could not be.
+        """
+        params = SamplingParams(max_tokens=0, pooling=pooling_params or self.engine.default_pooling)
+        vectors = []
+        for output in self.generate(prompts, params, use_tqdm=use_tqdm):
+            if output.pooled is None:
+                raise EngineStepError(output.error or "no vector was computed")
+            vectors.append(floats(output.pooled))
+        return vectors
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

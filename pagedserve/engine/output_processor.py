@@ -125,6 +125,7 @@ class RequestState:
         self._on_change = on_change
         self.choices = [Choice(index, request, tokenizer) for index in range(params.num_sequences)]
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.pooled: bytes | None = None
         self.num_cached_tokens = 0
         # Where fewer choices are returned than computed, nobody can know which before all have ended.
         self._is_ranked = params.n < params.num_sequences
@@ -212,6 +213,7 @@ class RequestState:
             outputs=[choice.take(index) for index, choice in enumerate(shown)],
             finished=self.is_finished,
             prompt_logprobs=self._prompt_logprobs,
+            pooled=self.pooled,
             num_cached_tokens=self.num_cached_tokens,
             num_discarded_tokens=num_discarded_tokens,
             metrics=self.metrics,
@@ -267,6 +269,9 @@ class OutputProcessor:
         for request_id, positions in outputs.prompt_logprobs.items():
             if (state := self._states.get(request_id)) is not None:
                 state.add_prompt_logprobs(positions)
+        for request_id, vector in outputs.pooled.items():
+            if (state := self._states.get(request_id)) is not None:
+                state.pooled = vector
         rows = zip(
             outputs.request_ids,
             outputs.choice_indices,

@@ -162,6 +162,7 @@ def _known_to_transformers(config: Mapping[str, Any], architecture: str) -> tupl
         served = f" (of its kind it has {', '.join(classes)})" if classes else ""
         raise ModelLoadError(
             f"architecture {architecture} is neither native nor a decoder of transformers{served}; "
+            "encoders such as BERT are not served (embeddings come from decoders, by last-token or mean pooling); "
             f"native ones known: {', '.join(ARCHITECTURES)}"
         )
     if hasattr(hf_config, "output_router_logits"):

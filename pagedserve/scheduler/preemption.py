@@ -94,7 +94,9 @@ class Preemption:
         groups.leave(group)
         for sequence in group.live:
             groups.rows.release(sequence)
-        swaps = num_blocks > 0 and self.costs.prefers_swap(num_blocks, num_tokens) and groups.cache.swap_out(group.live)
+        # What a worker pooled so far is lost with its row, so such a prompt is computed anew.
+        may_swap = num_blocks > 0 and group.sampling_params.pooling is None
+        swaps = may_swap and self.costs.prefers_swap(num_blocks, num_tokens) and groups.cache.swap_out(group.live)
         if swaps:
             group.swap_step_id = groups.stats.num_steps
             set_status(group, SequenceStatus.SWAPPED)

@@ -20,6 +20,8 @@ class Results:
         if result.prompt_logprobs:
             self._tell_prompt_logprobs(output, result)
         self._take_tokens(result)
+        if result.pooled:
+            self._take_vectors(result)
         for seq_id, message in result.errors.items():
             self._fail_sequence(seq_id, message)
         if result.candidates:
@@ -64,6 +66,14 @@ class Results:
             cumulative_logprobs.append(total)
         for sequence, group, reason in ended:
             self._groups.finish_sequence(sequence, group, reason)
+
+    def _take_vectors(self, result: ModelRunnerOutput) -> None:
+        """A prompt whose vector is there has nothing more to do."""
+        for seq_id, vector in result.pooled.items():
+            if (owner := self._groups.owners.get(seq_id)) is not None:
+                sequence, group = owner
+                self._groups.outbox.outputs.pooled[group.request_id] = vector
+                self._groups.end_sequence(sequence, group, FinishReason.STOP)
 
     def _tell_prompt_logprobs(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         starts = dict(zip(output.seq_ids, output.num_computed, strict=True))

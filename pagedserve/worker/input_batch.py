@@ -17,7 +17,7 @@ class InputBatch:
     rows: np.ndarray  # int64 [num_seqs]
     num_tokens: np.ndarray  # int64 [num_seqs], that the row has before this step
     num_computed: np.ndarray  # int64 [num_seqs], before this step
-    is_sampled: np.ndarray  # bool [num_seqs]: the step computes all tokens that the row has
+    is_sampled: np.ndarray  # bool [num_seqs]: the step computes all tokens that the row has, and it wants one more
     token_ids: np.ndarray  # int64 [num_tokens]
     positions: np.ndarray  # int64 [num_tokens]
     query_start_loc: np.ndarray  # int32 [num_seqs + 1]
@@ -51,7 +51,7 @@ def gather(rows: Rows, output: SchedulerOutput) -> InputBatch:
         rows=batch_rows,
         num_tokens=lengths,
         num_computed=starts,
-        is_sampled=ends == lengths,
+        is_sampled=(ends == lengths) & rows.draws[batch_rows],
         token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         query_start_loc=query_start_loc.astype(np.int32),

@@ -19,6 +19,7 @@ from pagedserve.sampling.sampler import Sampler
 from pagedserve.step import ModelRunnerOutput, SchedulerOutput
 from pagedserve.worker.input_batch import InputBatch, gather
 from pagedserve.worker.kv_storage import KVStorage
+from pagedserve.worker.pooling import pooled
 from pagedserve.worker.prompt_logprobs import prompt_logprobs
 from pagedserve.worker.rows import Rows
 
@@ -62,6 +63,8 @@ class ModelRunner:
         result.prompt_logprobs = prompt_logprobs(
             self._rows, output.seq_ids, batch, hidden, self._model.compute_logits, self._sampler
         )
+        result.pooled, failed = pooled(self._rows, output.seq_ids, batch, hidden)
+        result.errors.update(failed)
         # Sampling has brought tokens to the host, so the device is done.
         result.forward_seconds = time.perf_counter() - started
         result.swap_seconds = swap_seconds

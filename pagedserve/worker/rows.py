@@ -24,6 +24,9 @@ class Rows:
         self.states: list[SamplingState | None] = [None] * num_rows
         # Live sequences whose prompt logprobs are wanted: nearly always none.
         self.with_prompt_logprobs: set[int] = set()
+        # Live sequences that want a vector and no tokens, with the sum of their hidden states where that is needed.
+        self.with_pooling: dict[int, np.ndarray | None] = {}
+        self.draws = np.ones(num_rows, dtype=np.bool_)  # False for the rows of those sequences
         # Changes whenever a row changes hands, so that what was built for a set of rows can be kept until then.
         self.generation = 0
         self._row_of: dict[int, int] = {}
@@ -89,6 +92,9 @@ class Rows:
         )
         if new.sampling_params.prompt_logprobs is not None:
             self.with_prompt_logprobs.add(new.seq_id)
+        if new.sampling_params.pooling is not None:
+            self.with_pooling[new.seq_id] = None
+            self.draws[row] = False
 
     def _fork(self, parent: int, child: int, choice_index: int) -> None:
         target = self._take_row(child)
@@ -104,6 +110,8 @@ class Rows:
         del self._row_of[seq_id]
         self.states[row] = None
         self.with_prompt_logprobs.discard(seq_id)
+        self.with_pooling.pop(seq_id, None)
+        self.draws[row] = True
         self._free.append(row)
         self.generation += 1
 
@@ -121,6 +129,7 @@ class Rows:
         have = len(self.states)
         self.token_ids = grown(self.token_ids, (have + 1, self.token_ids.shape[1]))
         self.num_tokens = grown(self.num_tokens, (have + 1,))
+        self.draws = np.append(self.draws, np.ones(len(self.num_tokens) - have, dtype=np.bool_))
         self.block_tables.grow(have + 1)
         self.states += [None] * (len(self.num_tokens) - have)
         self._free += range(len(self.states) - 1, have - 1, -1)

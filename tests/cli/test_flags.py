@@ -28,7 +28,7 @@ KNOWN_FLAGS = set(
     block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype swap-space enable-prefix-caching
     max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode watermark request-timeout
     executor
-    chat-template generation-config max-logprobs health-timeout
+    chat-template generation-config pooling-type max-logprobs health-timeout
     """.split()  # noqa: SIM905  (a list of forty strings is harder to read than the words)
 )
 

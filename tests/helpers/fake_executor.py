@@ -74,6 +74,7 @@ class Row:
     seed: int
     choice_index: int
     num_prompt_tokens: int
+    num_seen: int = 0  # tokens computed since the row came
 
 
 class FakeExecutor:
@@ -104,10 +105,14 @@ class FakeExecutor:
             assert num_scheduled > 0 and end <= len(row.token_ids), f"sequence {seq_id} has no tokens to compute"
             assert end <= len(row.block_ids) * self.block_size, f"sequence {seq_id} has no blocks for {end} tokens"
             self._write(seq_id, row, num_computed, end)
+            row.num_seen += num_scheduled
             if row.params.prompt_logprobs is not None and len(row.token_ids) == row.num_prompt_tokens:
                 positions = range(num_computed + 1, min(end + 1, row.num_prompt_tokens))
                 result.prompt_logprobs[seq_id] = [_entry(row.token_ids[p], -float(p)) for p in positions]
-            if end == len(row.token_ids):
+            if end == len(row.token_ids) and row.params.pooling is not None:
+                assert row.num_seen == end or not row.params.pooling.needs_all_tokens, f"{seq_id} misses tokens to pool"
+                result.pooled[seq_id] = str(self._read(seq_id)).encode()
+            elif end == len(row.token_ids):
                 sampled.append((seq_id, seq_id))
         by_parent = dict(sampled)
         for child, parent in output.shared_logits:
@@ -230,6 +235,7 @@ class Collected:
     scores: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: bytes | None = None
     finished: Any = None
     finished_at: int | None = None
 
@@ -298,6 +304,8 @@ class Driver:
                 result.logprobs.setdefault(choice, []).extend(outputs.logprobs[index])
         for request_id, entries in outputs.prompt_logprobs.items():
             self.results[request_id].prompt_logprobs += entries
+        for request_id, vector in outputs.pooled.items():
+            self.results[request_id].pooled = vector
         for finished in outputs.finished:
             assert self.results[finished.request_id].finished is None, f"{finished.request_id} ends twice"
             self.results[finished.request_id].finished = finished

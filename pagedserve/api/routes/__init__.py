@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from pagedserve.api.routes import batches, chat, completions, docs, files, health, metrics, models, tokenize
+from pagedserve.api.routes import (
+    batches,
+    chat,
+    completions,
+    docs,
+    embeddings,
+    files,
+    health,
+    metrics,
+    models,
+    rerank,
+    tokenize,
+)
 
 ROUTERS = (
     completions.router,
     chat.router,
+    embeddings.router,
+    rerank.router,
     models.router,
     tokenize.router,
     files.router,

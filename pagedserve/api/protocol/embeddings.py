@@ -1,0 +1,132 @@
+"""`/v1/embeddings`: the request and its answer; and what it shares with scoring and reranking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from pagedserve.api.protocol.common import PromptTokensDetails, is_safe_id
+from pagedserve.errors import RequestError
+from pagedserve.pooling_params import PoolingParams
+
+# OpenAI's limit.
+MAX_INPUTS = 2048
+
+
+class PoolingRequest(BaseModel):
+    """Fields of every request whose texts become vectors."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    model: str | None = Field(None, description="a served model (default: the one that is served)")
+    truncate_prompt_tokens: int | None = Field(None, description="keep this many tokens of each text; -1: what fits")
+    truncation_side: str | None = Field(None, description="right (default) drops the end of a text, left its beginning")
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
+    timeout: float | None = Field(None, gt=0, description="seconds after which the request fails with 408")
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="lower runs first (priority policy)")
+    cache_salt: str | None = Field(None, description="requests share cached prefixes only under the same salt")
+    user: str | None = None
+
+    @field_validator("truncation_side")
+    @classmethod
+    def _check_truncation_side(cls, value: str) -> str:
+        if value not in ("left", "right"):
+            raise ValueError('truncation_side must be "left" or "right"')
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _check_truncate(cls, value: int) -> int:
+        if value != -1 and not 1 <= value < 2**31:
+            raise ValueError("truncate_prompt_tokens must be -1 or at least 1")
+        return value
+
+    @field_validator("request_id")
+    @classmethod
+    def _check_request_id(cls, value: str) -> str:
+        if not is_safe_id(value):
+            raise ValueError("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : + = -")
+        return value
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _check_cache_salt(cls, value: str) -> str:
+        if not 1 <= len(value) <= 128:
+            raise ValueError("cache_salt must have 1 to 128 characters")
+        return value
+
+    def check(self) -> None:
+        """Raise RequestError for fields that contradict each other."""
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise RequestError("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+
+
+class EmbeddingRequest(PoolingRequest):
+    """Texts, or token ids, to turn into vectors."""
+
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: str | None = Field(None, description="float (default) or base64: little-endian fp32")
+    dimensions: int | None = Field(None, description="leading numbers to keep, of models trained for it")
+    normalize: bool | None = Field(None, description="length 1 (default: as the model's files say, else true)")
+
+    @field_validator("input", mode="wrap")
+    @classmethod
+    def _check_input(cls, value: Any, _: Any) -> Any:
+        # By hand: pydantic would report every arm of the union, and take a list of a million entries apart first.
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
+            raise ValueError("input must be a string, a list of strings, a list of token ids, or a list of such lists")
+        if _are_ids(value):
+            return [value]
+        if len(value) > MAX_INPUTS:
+            raise ValueError(f"input may hold at most {MAX_INPUTS} texts, not {len(value)}")
+        if all(isinstance(entry, str) for entry in value):
+            return value
+        if all(isinstance(entry, list) and _are_ids(entry) for entry in value):
+            return value
+        raise ValueError("input must hold strings, or token ids, or lists of token ids: one kind only")
+
+    @field_validator("encoding_format")
+    @classmethod
+    def _check_encoding_format(cls, value: str) -> str:
+        if value not in ("float", "base64"):
+            raise ValueError('encoding_format must be "float" or "base64"')
+        return value
+
+    def pooling_params(self, default: PoolingParams) -> PoolingParams:
+        """What the engine needs; `default` is the model's. Raises RequestError."""
+        normalize = default.normalize if self.normalize is None else self.normalize
+        return PoolingParams(pooling_type=default.pooling_type, normalize=normalize, dimensions=self.dimensions)
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return all(type(entry) is int for entry in value)
+
+
+class PoolingUsage(msgspec.Struct):
+    """Tokens of all texts; nothing is generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Embedding(msgspec.Struct):
+    """The vector of one text: numbers, or base64 of little-endian fp32."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(msgspec.Struct):
+    """The answer of /v1/embeddings, in the order of the input."""
+
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
