@@ -50,6 +50,7 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("granite", ("<|start_of_role|>",)),
     ("gemma3", ("```tool_code",)),
     ("hermes", ("<tool_call>",)),
+    ("llama3_json", ("<|python_start|>", '"parameters"')),
     ("pythonic", ("<|python_start|>",)),
     ("pythonic", ("[func_name1(params_name1=params_value1",)),
     ("llama3_json", ("<|python_tag|>",)),
@@ -57,6 +58,7 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>analysis",)),
+    ("gemma4", ("<|channel>thought",)),
     ("mistral", ("[THINK]",)),
     ("granite", ("Here is my thought process:",)),
     ("glm45", ("<think>", "<arg_key>")),

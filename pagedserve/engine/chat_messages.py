@@ -15,19 +15,28 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def normalize_messages(
-    messages: Sequence[Mapping[str, Any]], *, content_format: str = "string", knows_developer: bool = False
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    content_format: str = "string",
+    knows_developer: bool = False,
+    text_arguments: bool = False,
 ) -> list[dict[str, Any]]:
     """A fresh list of messages for a template. Raises RequestError that names the message at fault.
 
     `content_format`: "string" joins text parts with a newline; "either" leaves parts as parts and text as text; "parts"
     makes parts of everything. Null content is "", empty `tool_calls` are left out, tool arguments are parsed (templates
-    write them as JSON themselves), `developer` becomes `system` where the template does not know it.
+    write them as JSON themselves; with `text_arguments` they are JSON, for templates that do not), `developer` becomes
+    `system` where the template does not know it.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of messages", param="messages")
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
-    return [_message(m, f"messages[{i}]", content_format, knows_developer) for i, m in enumerate(messages)]
+    result = [_message(m, f"messages[{i}]", content_format, knows_developer) for i, m in enumerate(messages)]
+    if text_arguments:
+        for call in (call for message in result for call in message.get("tool_calls", ())):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return result
 
 
 def _message(message: Any, where: str, content_format: str, knows_developer: bool) -> dict[str, Any]:

@@ -107,7 +107,10 @@ class ChatTemplate:
                 f"chat_template_kwargs must not hold {', '.join(reserved)}", param="chat_template_kwargs"
             )
         conversation = normalize_messages(
-            messages, content_format=compiled.content_format, knows_developer=compiled.knows_developer
+            messages,
+            content_format=compiled.content_format,
+            knows_developer=compiled.knows_developer,
+            text_arguments=compiled.wants_text_arguments,
         )
         marker = _mark_end(conversation) if continue_final_message else None
         variables = {

@@ -195,7 +195,8 @@ class CompiledTemplate:
     """One template and what it expects.
 
     `content_format`: "string" (content is text), "either" (it tests for a list of parts), "parts" (it iterates over
-    content without a test, so text would come out letter by letter).
+    content without a test, so text would come out letter by letter). `wants_text_arguments`: it joins a call's
+    arguments with other text as they are, so they must be JSON already.
     """
 
     def __init__(self, source: str):
@@ -206,6 +207,7 @@ class CompiledTemplate:
         self.reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
         self.content_format = _content_format(tree)
         self.knows_developer = "developer" in source
+        self.wants_text_arguments = _wants_text_arguments(tree)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text; RequestError carries the template's message where it raises, or names the limit."""
@@ -255,12 +257,31 @@ def _content_format(tree: nodes.Template) -> str:
     return "either" if tests & {"string", "iterable", "sequence", "mapping"} else "parts"
 
 
+def _wants_text_arguments(tree: nodes.Template) -> bool:
+    """True where arguments are an operand of `+` or `~`, and nothing shows that they may be a mapping."""
+    joined = [*tree.find_all(nodes.Add), *tree.find_all(nodes.Concat)]
+    operands = [
+        n for node in joined for n in (node.nodes if isinstance(node, nodes.Concat) else (node.left, node.right))
+    ]
+    if not any(_is_member(operand, "arguments") for operand in operands):
+        return False
+    readers = [*tree.find_all(nodes.Filter), *tree.find_all(nodes.Test)]
+    calls = [call.node.node for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
+    loops = [loop.iter for loop in tree.find_all(nodes.For)]
+    return not any(_is_member(node, "arguments") for node in (*(reader.node for reader in readers), *calls, *loops))
+
+
+def _is_member(node: nodes.Node | None, name: str) -> bool:
+    """True for `anything.name` and `anything['name']`."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == name
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == name
+
+
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
     """True for `message.content`, `message['content']`, a variable set from it, or a filter of these."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Name):
         return node.name in names
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return _is_member(node, "content")

@@ -149,3 +149,26 @@ def test_earlier_reasoning_is_under_every_name():
     for name in ("reasoning_content", "reasoning", "thinking"):
         messages = [{"role": "assistant", "content": "x", name: "hm"}]
         assert template(source).render(messages) == "hm/hm" == transformers_render(source, messages)
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [
+        ("{{ '<' + c.function.arguments + '>' }}", '<{"a": "é"}>'),
+        ("{{ '<' ~ c['function']['arguments'] ~ '>' }}", '<{"a": "é"}>'),
+        ("<{{ c.function.arguments | tojson }}>", '<{"a": "é"}>'),
+        ("<{% for k, v in c.function.arguments.items() %}{{ k + '=' + v }}{% endfor %}>", "<a=é>"),
+        (
+            "<{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}>",
+            '<{"a": "é"}>',
+        ),
+        ("{{ '<' + c.function.arguments + '>' if c.function.arguments is string else 'mapping' }}", "mapping"),
+        ("<{{ c.function | tojson }}>", '<{"name": "f", "arguments": {"a": "é"}}>'),
+    ],
+)
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}], ids=["text", "mapping"])
+def test_c053_arguments_are_what_the_template_works_with(expression, shown, arguments):
+    """DeepSeek's templates join arguments with text, which only text can be; others iterate over them."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    source = "{% for c in messages[0].tool_calls %}" + expression + "{% endfor %}"
+    assert template(source).render([{"role": "assistant", "tool_calls": [call]}]) == shown

@@ -127,6 +127,15 @@ def test_c005_special_tokens(tokenizer, skip, spaces):
         assert text == ("x<note>" if skip else "<SP1><SP2>x<SP1><note></s>")
 
 
+def test_special_tokens_that_a_parser_reads_are_shown():
+    """C005: only those that were asked for, the others stay hidden."""
+    ids = [BYTE_LEVEL.token_to_id(name) for name in ["<SP1>", "x", "<SP2>", "</s>"]]
+    shown = (BYTE_LEVEL.token_to_id("<SP2>"),)
+    assert "".join(stream(BYTE_LEVEL, ids, SamplingParams(shown_special_ids=shown))) == "x<SP2>"
+    params = SamplingParams(shown_special_ids=shown, skip_special_tokens=False)
+    assert "".join(stream(BYTE_LEVEL, ids, params)) == "<SP1>x<SP2></s>"
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(ids=IDS, lengths=LENGTHS, skip=st.booleans(), spaces=st.booleans())
 @settings(deadline=None, max_examples=100)

@@ -13,6 +13,7 @@ REASONING_PARSERS: Registry[type[ReasoningParser]] = Registry(
     "reasoning parser",
     {
         "openai_gptoss": "pagedserve.api.reasoning_parsers.harmony:HarmonyReasoning",
+        "gemma4": "pagedserve.api.reasoning_parsers.gemma4:Gemma4Reasoning",
         "mistral": "pagedserve.api.reasoning_parsers.mistral:MistralReasoning",
         "granite": "pagedserve.api.reasoning_parsers.granite:GraniteReasoning",
         "glm45": "pagedserve.api.reasoning_parsers.qwen3:Qwen3Reasoning",

@@ -55,8 +55,9 @@ class ReasoningParser(TextMachine):
 
     def begin(self, *, before: int = 0) -> None:
         """Thoughts begin here, or began with a marker so many bytes before."""
+        # Thoughts that come in several parts are paragraphs.
+        self._space = "\n\n" if self.spans else ""
         self.spans.append([self.num_bytes - before, -1])
-        self._space = ""
 
     def end(self) -> None:
         """They end here."""

@@ -1,4 +1,7 @@
-"""Granite 3: `<|tool_call|>[{"name": "f", "arguments": {...}}, ...]` (3.1 writes `<tool_call>`); 4 writes as Hermes."""
+"""Granite 3: `<|tool_call|>[{"name": "f", "arguments": {...}}, ...]` (3.1 writes `<tool_call>`); 4 writes as Hermes.
+
+Phi 4 mini writes as Granite 3, with a closing tag.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class GraniteParser(ToolParser):
     def read_calls(self, marker: str) -> Reading[None]:
         yield from self.skip_space()
         yield from self.json_calls()
-        yield from self.closing("</tool_call>")
+        yield from self.closing("</tool_call>", "<|/tool_call|>")
 
     @classmethod
     def forced(cls, calls: ForcedCalls) -> StructuredOutput:

@@ -1,4 +1,4 @@
-"""Llama 3.1 and later: the answer is `{"name": "f", "parameters": {...}}`, several of them separated by `;`."""
+"""Llama 3.1 to 4: the answer is `{"name": "f", "parameters": {...}}`, several of them separated by `;`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pagedserve.api.tool_grammar import ForcedCalls
 from pagedserve.api.tool_parsers.base import ToolParser
 from pagedserve.sampling_params import StructuredOutput
 
-_TAG = "<|python_tag|>"
+_TAGS = ("<|python_tag|>", "<|python_start|>")
 
 
 class Llama3JsonParser(ToolParser):
     """Calls stand at the very beginning; an answer that begins otherwise is text to its end."""
 
-    SPECIAL: ClassVar[tuple[str, ...]] = (_TAG,)
+    SPECIAL: ClassVar[tuple[str, ...]] = (*_TAGS, "<|python_end|>")
 
     def run(self) -> Reading[None]:
         yield from self.space()
         going_on = yield from self.attempt(self._first_calls())
         while going_on:
-            yield from self.space()
+            yield from self.closing("<|python_end|>")
             going_on = yield from self.attempt(self._next_calls())
         yield from self.copy_rest(self.content)
 
     def _first_calls(self) -> Reading[None]:
-        yield from self.found(_TAG)
+        yield from self.found(*_TAGS)
         yield from self.skip_space()
         yield from self.json_calls()
 
     def _next_calls(self) -> Reading[None]:
-        if (yield from self.found(";", _TAG)) is not None:
+        if (yield from self.found(";", *_TAGS)) is not None:
             yield from self.skip_space()
         yield from self.json_calls()
 

@@ -50,4 +50,5 @@ class MistralParser(ToolParser):
         if "[ARGS]" in calls.template:
             return calls.tags("[TOOL_CALLS]NAME[ARGS]", "")
         begin = '{"name": "NAME", "arguments": '
-        return calls.tags(begin, "}", separator=", ", prefix="[TOOL_CALLS][", suffix="]")
+        space = " " if "[TOOL_CALLS] [" in calls.template else ""
+        return calls.tags(begin, "}", separator=", ", prefix=f"[TOOL_CALLS]{space}[", suffix="]")
