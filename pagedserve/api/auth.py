@@ -34,7 +34,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         message = "no API key was sent; use the header Authorization: Bearer KEY" if key is None else "wrong API key"
-        await reply_to(AuthenticationError(message)).response()(scope, receive, send)
+        await reply_to(AuthenticationError(message)).response(scope["path"])(scope, receive, send)
 
     def _is_known(self, key: bytes) -> bool:
         digest = hashlib.sha256(key).digest()

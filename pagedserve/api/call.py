@@ -96,9 +96,9 @@ class GenerationCall(Generic[Body]):
         """The result of `work` as JSON; the work is cancelled when the client leaves."""
         return json_response(await until_gone(self.state, self.http, work), self.headers)
 
-    async def stream(self, events: AsyncGenerator[bytes, None]) -> Response:
+    async def stream(self, events: AsyncGenerator[bytes, None], framing: sse.Framing = sse.CHUNKS) -> Response:
         """`events` as server-sent events."""
-        return await sse.respond(self.state, self.http, events, self.headers)
+        return await sse.respond(self.state, self.http, events, self.headers, framing)
 
 
 async def open_call(request: Request, model: type[Body], prefix: str) -> GenerationCall[Body]:
@@ -106,8 +106,13 @@ async def open_call(request: Request, model: type[Body], prefix: str) -> Generat
 
     The id of the answer is `prefix` and the client's `request_id`, its X-Request-Id, or a random one.
     """
+    body, ignored = await read_body(request.app.state.api, request, model)
+    return call_for(request, body, ignored, prefix)
+
+
+def call_for(request: Request, body: Body, ignored: list[str], prefix: str) -> GenerationCall[Body]:
+    """As `open_call`, for a body that was read already; `ignored` are its fields without effect."""
     state: ApiState = request.app.state.api
-    body, ignored = await read_body(state, request, model)
     assert isinstance(body, GenerationRequest)
     body.check()
     ignored += getattr(body, "unknown_message_keys", list)()

@@ -1,13 +1,15 @@
 """Every error that leaves the server: one place that gives it its status, its body and its headers.
 
 The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`
-(https://platform.openai.com/docs/guides/error-codes). What is not raised on purpose is logged and answered with a bare
-500: no trace, path or class name reaches a client.
+(https://platform.openai.com/docs/guides/error-codes), on the routes of Anthropic's API `{"type": "error", "error":
+{"type", "message"}}` (https://docs.anthropic.com/en/api/errors). What is not raised on purpose is logged and answered
+with a bare 500: no trace, path or class name reaches a client.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -38,6 +40,17 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+# Of Anthropic's API; other 4xx are an invalid_request_error, other 5xx an api_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
 _CODES = {
     401: "invalid_api_key",
     404: "not_found",
@@ -83,19 +96,34 @@ class ErrorReply:
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
-    def body(self) -> bytes:
-        """The JSON document, also used as the event inside a stream that has begun."""
-        message = self.message if len(self.message) <= MAX_MESSAGE_LEN else self.message[:MAX_MESSAGE_LEN] + "..."
+    def body(self, path: str = "") -> bytes:
+        """The JSON document, in the shape that clients of the route `path` read."""
+        if path.startswith(_ANTHROPIC_PATH):
+            return msgspec.json.encode(self.anthropic())
         error = {
-            "message": _encodable(message),
+            "message": self._shown(),
             "type": _TYPES.get(self.status, "invalid_request_error"),
             "param": None if self.param is None else _encodable(self.param[:200]),
             "code": self.code or _CODES.get(self.status),
         }
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
+    def anthropic(self) -> dict[str, Any]:
+        """The error as Anthropic's API has it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self._shown()}}
+
+    def openai(self) -> dict[str, Any]:
+        """Code, message and field, as the Responses API has them."""
+        return {"code": self.code or _CODES.get(self.status) or "invalid_request", "message": self._shown()}
+
+    def response(self, path: str = "") -> Response:
+        """The answer of the route `path`."""
+        return Response(self.body(path), self.status, dict(self.headers), media_type="application/json")
+
+    def _shown(self) -> str:
+        message = self.message if len(self.message) <= MAX_MESSAGE_LEN else self.message[:MAX_MESSAGE_LEN] + "..."
+        return _encodable(message)
 
 
 def reply_to(error: BaseException) -> ErrorReply:
@@ -127,11 +155,12 @@ def install(app: FastAPI) -> None:
     """Answer every exception of the routes through `reply_to`."""
 
     async def answer(request: Request, error: Exception) -> Response:
+        path = request.url.path
         if isinstance(error, HTTPException) and error.status_code == 404:
-            return ErrorReply(404, f"there is no route {request.method} {request.url.path}").response()
+            return ErrorReply(404, f"there is no route {request.method} {path}").response(path)
         if isinstance(error, HTTPException) and error.status_code == 405:
             return _method_not_allowed(request, error)
-        return reply_to(error).response()
+        return reply_to(error).response(path)
 
     for kind in (
         RequestError,
@@ -150,7 +179,7 @@ def _method_not_allowed(request: Request, error: HTTPException) -> Response:
     if "GET" in allow and "HEAD" not in allow:
         allow += ", HEAD"
     message = f"{request.url.path} does not answer {request.method}; it answers {allow}"
-    return ErrorReply(405, message, headers=(("Allow", allow),)).response()
+    return ErrorReply(405, message, headers=(("Allow", allow),)).response(request.url.path)
 
 
 def _retry_soon() -> tuple[tuple[str, str], ...]:

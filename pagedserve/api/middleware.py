@@ -80,7 +80,7 @@ class RequestMiddleware:
             if status:
                 logger.error("an answer broke off", exc_info=error)
             else:
-                await reply_to(error).response()(scope, receive, send_with_id)
+                await reply_to(error).response(scope["path"])(scope, receive, send_with_id)
         finally:
             seconds = time.monotonic() - started
             route = inner.get("route")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagedserve.api.errors import ClientGoneError, reply_to
+from pagedserve.api.errors import ClientGoneError, ErrorReply, reply_to
 from pagedserve.api.generation import wait_gone
 from pagedserve.api.state import ApiState
 
@@ -21,13 +22,34 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What a stream holds besides its events: the bytes while nothing comes, how an error looks, the last bytes."""
+
+    keep_alive: bytes
+    error: Callable[[ErrorReply], bytes]
+    end: bytes
+
+
+def named_event(name: str, document: bytes) -> bytes:
+    """One event with a name, from a JSON document."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), document)
+
+
 def event(document: bytes) -> bytes:
     """One event from a JSON document, which holds no line breaks."""
     return b"data: " + document + b"\n\n"
 
 
+CHUNKS = Framing(KEEP_ALIVE, lambda reply: event(reply.body()), DONE)
+
+
 async def respond(
-    state: ApiState, request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
+    state: ApiState,
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    headers: Mapping[str, str],
+    framing: Framing = CHUNKS,
 ) -> Response:
     """A stream of `events`, begun only when the first is there, so that an early error still gets its own status.
 
@@ -49,11 +71,11 @@ async def respond(
             if isinstance(error, asyncio.CancelledError) and running.error is not None:
                 raise running.error from None
             raise
-    return EventStream(state, first, gone, events, headers)
+    return EventStream(state, first, gone, events, headers, framing)
 
 
 class EventStream(Response):
-    """Writes events as they come; ends when the client leaves; an error becomes the last event before [DONE]."""
+    """Writes events as they come; ends when the client leaves; an error becomes the last event."""
 
     media_type = "text/event-stream"
 
@@ -64,6 +86,7 @@ class EventStream(Response):
         gone: asyncio.Task[None],
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str],
+        framing: Framing,
     ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         # An empty Response carries a length; a stream has none.
@@ -72,6 +95,7 @@ class EventStream(Response):
         self._first = first
         self._gone = gone
         self._events = events
+        self._framing = framing
         self._num_written = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +122,7 @@ class EventStream(Response):
                 # Aborts in the engine what still runs.
                 await self._events.aclose()
         if error is not None:
-            body = event(reply_to(error).body()) + DONE
+            body = self._framing.error(reply_to(error)) + self._framing.end
             await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _pump(self, send: Send) -> None:
@@ -106,14 +130,14 @@ class EventStream(Response):
         async for chunk in self._events:
             self._num_written += 1
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
             num_written = self._num_written
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if num_written == self._num_written:
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True})
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:

@@ -54,6 +54,9 @@ def check_error_body(raw: bytes, *, param: str | None = None) -> dict[str, Any]:
     """An error body: OpenAI's shape, small, and silent about the server's insides."""
     assert len(raw) < 64 * 1024
     body = strict_json(raw)
+    if body.pop("type", None) == "error":
+        # Anthropic's shape has less.
+        body["error"] |= {"param": None, "code": None}
     assert set(body) == {"error"}
     error: dict[str, Any] = body["error"]
     assert set(error) == {"message", "type", "param", "code"}

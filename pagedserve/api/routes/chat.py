@@ -22,6 +22,7 @@ from pagedserve.api.protocol.chat import (
     ChatCompletionResponse,
     ChatMessage,
 )
+from pagedserve.api.protocol.common import Usage
 from pagedserve.api.token_texts import TokenTexts
 from pagedserve.errors import RequestError
 from pagedserve.outputs import CompletionOutput, RequestOutput
@@ -68,7 +69,12 @@ class ChatAnswer:
             logprobs=body.logprobs_asked,
         )
 
-    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self._usage.usage()
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """What the engine says."""
         body = self._body
         # In a thread: a template is a program that somebody else wrote.
         text = await asyncio.to_thread(self._engine.chat_template.render, body.messages, **body.template_options())
@@ -122,7 +128,7 @@ class ChatAnswer:
     async def whole(self) -> ChatCompletionResponse:
         """The answer once everything is there."""
         output: RequestOutput | None = None
-        async with aclosing(self._outputs()) as stream:
+        async with aclosing(self.outputs()) as stream:
             async for latest in stream:
                 output = latest
                 if self._parsed:
@@ -176,7 +182,7 @@ class ChatAnswer:
         has_begun = False
         ended: set[int] = set()
         waiting = [ChunkExtras() for _ in range(self._params.n)]
-        async with aclosing(self._outputs()) as stream:
+        async with aclosing(self.outputs()) as stream:
             async for output in stream:
                 if not has_begun:
                     has_begun = True
