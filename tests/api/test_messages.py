@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from tests.api.conftest import Front, FrontFactory
-from tests.api.scripts import chat_of
 from tests.helpers.server import ServerProcess
 from tests.helpers.streams import strict_json
 
@@ -102,25 +101,27 @@ def test_why_it_stopped(client: anthropic.Anthropic) -> None:  # C118
     assert (message.stop_reason, message.content[0].text) == ("max_tokens", "hel")
 
 
-def test_a_stop_sequence_is_named(scripted: ServerProcess) -> None:  # C118
-    tokens = httpx.post(f"{scripted.base_url}/tokenize", json={"messages": [{"role": "user", "content": ""}]}).json()
-    fixed: dict[str, Any] = {"model": "scripted", "max_tokens": 50, "messages": chat_of("foo", tokens["count"])}
-    fixed["extra_body"] = {"temperature": 0}
-    with client_of(scripted) as client:
-        message = client.messages.create(**fixed, stop_sequences=["nope", "END"])
-        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
-        assert message.content[0].text == "foo "
-        with client.messages.stream(**fixed, stop_sequences=["END"]) as stream:
+def test_a_stop_sequence_is_named(tiny: ServerProcess) -> None:  # C118
+    fixed: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "messages": SAY, "extra_body": {"temperature": 0}}
+    with client_of(tiny) as client:
+        first = client.messages.create(**fixed)
+        assert first.stop_reason == "max_tokens"
+        text = first.content[0].text
+        stop = next(char for char in text[10:] if char.isascii() and char.isprintable())
+        fixed["stop_sequences"] = ["\ue000", stop]
+        message = client.messages.create(**fixed)
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+        assert message.content[0].text == text[: text.index(stop)]
+        with client.messages.stream(**fixed) as stream:
             final = stream.get_final_message()
-        assert (final.stop_reason, final.stop_sequence, final.content[0].text) == ("stop_sequence", "END", "foo ")
-        again = client.messages.create(**fixed, stop_sequences=["END"])
-        # What is cached is counted apart.
-        usage = again.usage
+        assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", stop)
+        assert final.content == message.content
+        # What was cached is counted apart.
+        usage = final.usage
         assert usage.cache_read_input_tokens > 0
-        assert usage.input_tokens + usage.cache_read_input_tokens == message.usage.input_tokens + (
-            message.usage.cache_read_input_tokens or 0
+        assert usage.input_tokens + usage.cache_read_input_tokens == (
+            first.usage.input_tokens + first.usage.cache_read_input_tokens
         )
-        assert client.messages.create(**fixed).stop_reason == "end_turn"
 
 
 def test_system_blocks_and_turns_reach_the_template(front: Front) -> None:
