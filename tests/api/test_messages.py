@@ -115,7 +115,7 @@ def test_a_stop_sequence_is_named(tiny: ServerProcess) -> None:  # C118
         with client.messages.stream(**fixed) as stream:
             final = stream.get_final_message()
         assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", stop)
-        assert final.content == message.content
+        assert final.content[0].text == message.content[0].text
         # What was cached is counted apart.
         usage = final.usage
         assert usage.cache_read_input_tokens > 0
