@@ -11,7 +11,7 @@ from typing import Any
 
 from pagedserve.api.body import validate
 from pagedserve.api.call import GenerationCall
-from pagedserve.api.parsed_events import Content, Event
+from pagedserve.api.parsed_events import Event
 from pagedserve.api.protocol.chat import ChatCompletionRequest
 from pagedserve.api.protocol.common import Usage, refuse_unsupported
 from pagedserve.api.routes.chat import ChatAnswer
@@ -26,7 +26,7 @@ def as_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompleti
     """
     present = {name: value for name, value in fields.items() if value is not None}
     try:
-        refuse_unsupported(present)
+        refuse_unsupported(present, ChatCompletionRequest.model_fields)
         return validate(ChatCompletionRequest, present)
     except RequestError as error:
         raise renamed(error, names) from error
@@ -50,7 +50,6 @@ class Turn:
             self._answer = ChatAnswer(call, call.state.ready_engine())
         except RequestError as error:
             raise renamed(error, names) from error
-        self.num_prompt_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
@@ -59,11 +58,9 @@ class Turn:
         try:
             async with aclosing(self._answer.outputs()) as stream:
                 async for output in stream:
-                    self.num_prompt_tokens = len(output.prompt_token_ids)
                     for choice in output.outputs:
-                        events: list[Event] = [Content(choice.delta_text)] if choice.delta_text else []
-                        if choice.finish_reason is not None:
-                            self.finish_reason, self.stop_reason = choice.finish_reason, choice.stop_reason
+                        events, self.finish_reason = self._answer.parts(choice)
+                        self.stop_reason = choice.stop_reason
                         yield events, choice
         except RequestError as error:
             raise renamed(error, self._names) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from tests.api.conftest import Front, FrontFactory
 from tests.helpers.server import ServerProcess
 from tests.helpers.streams import strict_json
+from tests.helpers.tool_formats import hermes, template_with
 
 SAY = [{"role": "user", "content": "say hello there"}]
 
@@ -248,3 +250,95 @@ def test_a_client_that_leaves_ends_its_request(front: Front) -> None:
     while front.engine.live and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not front.engine.live
+
+
+TOOLS = [
+    {
+        "name": "f",
+        "description": "does it",
+        "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+    {"name": "g", "input_schema": {"type": "object"}},
+]
+CALLS = [("f", {"a": 'x"y\\n{}é汉🦜'}), ("g", {"n": [1, {"c": None}]})]
+
+
+@pytest.fixture(scope="module")
+def calling(make_front: FrontFactory) -> Front:
+    front = make_front(template=template_with("<tool_call> <think>"))
+    front.engine.script = f"<think>hm, é</think>Let me.\n{hermes(CALLS)}"
+    return front
+
+
+def blocks_of(message: Any) -> list[Any]:
+    return [
+        block.thinking
+        if block.type == "thinking"
+        else block.text
+        if block.type == "text"
+        else (block.name, block.input)
+        for block in message.content
+    ]
+
+
+@pytest.mark.parametrize("stride", [1, 3, 1000])
+def test_thoughts_text_and_calls_are_blocks(calling: Front, stride: int) -> None:  # C118, C119
+    calling.engine.stride = stride
+    fixed: dict[str, Any] = {"model": "fake", "max_tokens": 400, "messages": SAY, "tools": TOOLS}
+    with client_of(calling) as client:
+        message = client.messages.create(**fixed)
+        with client.messages.stream(**fixed) as stream:
+            final = stream.get_final_message()
+    for answer in (message, final):
+        assert blocks_of(answer) == ["hm, é", "Let me.", *CALLS]
+        assert answer.stop_reason == "tool_use"
+        assert len({block.id for block in answer.content if block.type == "tool_use"}) == 2
+    assert message.usage.output_tokens == final.usage.output_tokens
+    events = events_of(ask(calling, max_tokens=400, tools=TOOLS, stream=True).content)
+    joined: dict[int, str] = {}
+    for event in events:
+        if event.get("delta", {}).get("type") == "input_json_delta":
+            joined[event["index"]] = joined.get(event["index"], "") + event["delta"]["partial_json"]
+    assert {index: json.loads(text) for index, text in joined.items()} == {2: CALLS[0][1], 3: CALLS[1][1]}
+    borders = [(e["type"], e["index"]) for e in events if e["type"] in ("content_block_start", "content_block_stop")]
+    assert borders == [(f"content_block_{what}", i) for i in range(4) for what in ("start", "stop")]
+
+
+def test_turns_with_tools_reach_the_template(calling: Front) -> None:  # C053
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": "b"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "it rains"}]}
+    thoughts = {"type": "thinking", "thinking": "because", "signature": ""}
+    messages = [
+        *SAY,
+        {"role": "assistant", "content": [thoughts, {"type": "text", "text": "Wait."}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]},
+    ]
+    assert ask(calling, messages=messages, tools=TOOLS, max_tokens=400).status_code == 200
+    prompt = prompt_of(calling)
+    places = [prompt.index(text) for text in ("does it", "because", "Wait.", '[f({"a": "b"})]', "it rains", "and now?")]
+    assert places == sorted(places)
+
+
+def test_one_call_or_none(calling: Front) -> None:
+    calling.engine.stride = 1
+    fixed = {"tools": TOOLS, "max_tokens": 400}
+    one = ask(calling, tool_choice={"type": "auto", "disable_parallel_tool_use": True}, **fixed).json()
+    assert [block["type"] for block in one["content"]] == ["thinking", "text", "tool_use"]
+    none = ask(calling, tool_choice={"type": "none"}, **fixed).json()
+    assert [block["type"] for block in none["content"]] == ["thinking", "text"]
+    assert none["stop_reason"] == "end_turn"
+    check_error(
+        ask(calling, tool_choice={"type": "tool", "name": "nope"}, **fixed), 400, "invalid_request_error", "nope"
+    )
+
+
+def test_a_call_that_is_cut_short(calling: Front) -> None:
+    length = len(calling.engine.script.split('{"n"')[0].encode()) + 5
+    whole = ask(calling, tools=TOOLS, max_tokens=length).json()
+    assert whole["stop_reason"] == "max_tokens"
+    assert [block.get("name") for block in whole["content"] if block["type"] == "tool_use"] == ["f"]
+    with (
+        client_of(calling) as client,
+        client.messages.stream(model="fake", max_tokens=length, messages=SAY, tools=TOOLS) as stream,
+    ):
+        assert stream.get_final_message().stop_reason == "max_tokens"

@@ -167,6 +167,12 @@ class ChatAnswer:
             choice.token_ids if self._body.return_token_ids else None,
         )
 
+    def parts(self, choice: CompletionOutput) -> tuple[list[Event], str | None]:
+        """What is new in a choice, and why it ended, once it has."""
+        if self._parsed:
+            return self._take(choice), self._parsed[choice.index].finish_reason
+        return ([Content(choice.delta_text)] if choice.delta_text else []), choice.finish_reason
+
     def _take(self, choice: CompletionOutput) -> list[Event]:
         events = self._parsed[choice.index].take(choice)
         self._usage.num_reasoning_tokens = sum(parsed.num_reasoning_tokens for parsed in self._parsed)
