@@ -62,6 +62,11 @@ class CacheConfig:
         help="share of the memory free after the weights that the KV pool takes (on CPU: half of that share)",
     )
     kv_cache_memory: str | None = flag(None, help="size of the KV pool instead of a share, such as 2GiB or 500MB")
+    kv_cache_resident: str = flag(
+        "auto",
+        help="KV memory that a CPU server keeps for cached prefixes when running requests need less (auto: as much as "
+        "the weights take, 512MiB at least; with a KV pool of a given size, all of it)",
+    )
     num_device_blocks: int | None = flag(None, help="size of the KV pool in blocks (tests and experiments)")
     kv_cache_dtype: str = flag(
         "auto",
@@ -79,6 +84,8 @@ class CacheConfig:
         _at_least("--num-device-blocks", self.num_device_blocks, 1)
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "--kv-cache-memory")
+        if self.kv_cache_resident != "auto":
+            parse_bytes(self.kv_cache_resident, "--kv-cache-resident")
         parse_bytes(self.swap_space, "--swap-space")
 
 

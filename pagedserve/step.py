@@ -36,6 +36,8 @@ class MemoryPlan:
     num_device_blocks: int
     num_host_blocks: int
     spec: KVCacheSpec
+    # Device blocks that keep their memory while nobody needs so many; None: all of them do.
+    num_resident_blocks: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class NewSequence:
 
 @dataclass(slots=True, kw_only=True)
 class BlockOps:
-    """Copies of whole blocks, done in this order before the forward: swap_out, swap_in, copy.
+    """What happens to whole blocks, in this order before the forward: swap_out, swap_in, copy, discard.
 
     A group that returns may write into a block that its sequences share, so a copy's source may come from the host.
     """
@@ -63,9 +65,10 @@ class BlockOps:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copy: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) on the device
+    discard: list[int] = field(default_factory=list)  # device blocks whose memory may go back to the system
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.swap_in or self.copy)
+        return bool(self.swap_out or self.swap_in or self.copy or self.discard)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -48,6 +48,7 @@ def test_a_bad_size_names_the_flag(text: str) -> None:
         (CacheConfig, {"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         (CacheConfig, {"kv_cache_memory": "lots"}, "--kv-cache-memory"),
         (CacheConfig, {"swap_space": "some"}, "--swap-space"),
+        (CacheConfig, {"kv_cache_resident": "half"}, "--kv-cache-resident"),
         (SchedulerConfig, {"max_num_seqs": 0}, "--max-num-seqs"),
         (SchedulerConfig, {"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
         (SchedulerConfig, {"watermark": 1.0}, "--watermark"),

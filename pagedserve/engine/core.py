@@ -199,6 +199,7 @@ def build_core(
         num_host_blocks=plan.num_host_blocks,
         max_model_len=max_model_len,
         bytes_per_block=plan.spec.bytes_per_block,
+        num_resident_blocks=plan.num_resident_blocks,
     )
     clock.end()
     log.info("%s", describe_plan(plan, max_model_len))
@@ -214,6 +215,8 @@ def describe_plan(plan: MemoryPlan, max_model_len: int) -> str:
         f"{plan.spec.block_size} tokens ({num_tokens} tokens), {num_tokens / max_model_len:.1f} requests of "
         f"{max_model_len} tokens at once"
     )
+    if plan.num_resident_blocks is not None:
+        line += f"; while fewer are needed, {_gib(plan.num_resident_blocks * plan.spec.bytes_per_block)} stay in memory"
     return line + (f"; host pool {plan.num_host_blocks} blocks" if plan.num_host_blocks else "")
 
 

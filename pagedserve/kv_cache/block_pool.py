@@ -2,6 +2,10 @@
 
 The free queue is in eviction order: its head is taken first. A released block that holds nothing findable goes to the
 head, one with a digest to the tail, so what may be hit again is overwritten last and least recently used first.
+
+Blocks that were never used are no part of the queue: on a CPU they take no memory yet. They are taken before anything
+that may be hit is overwritten, but only until `num_resident` blocks are in use or kept; beyond it they wait until
+nothing else is left.
 """
 
 from __future__ import annotations
@@ -16,11 +20,16 @@ from pagedserve.kv_cache.openings import Openings
 class BlockPool:
     """`num_blocks` blocks with reference counts, a free queue, an index from digest to block, and one of openings."""
 
-    def __init__(self, num_blocks: int, min_opening: int = 1):
-        """`min_opening`: the fewest tokens of a block that are worth being found (see `Openings`)."""
+    def __init__(self, num_blocks: int, min_opening: int = 1, num_resident: int | None = None):
+        """`min_opening`: the fewest tokens of a block that are worth being found (see `Openings`).
+
+        `num_resident`: blocks that may hold memory though no table needs so many (default: all).
+        """
         self._openings = Openings(min_opening)
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free: OrderedDict[Block, None] = OrderedDict.fromkeys(self._blocks)
+        self._free: OrderedDict[Block, None] = OrderedDict()
+        self._unused = self._blocks[::-1]  # their memory is the system's; the lowest is taken first
+        self._num_resident = num_blocks if num_resident is None else num_resident
         self._index: dict[bytes, Block] = {}
 
     @property
@@ -30,20 +39,50 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that no table holds; findable ones among them count, for they can be overwritten."""
+        return len(self._free) + len(self._unused)
+
+    @property
+    def num_idle(self) -> int:
+        """Free blocks that hold memory."""
         return len(self._free)
+
+    @property
+    def num_surplus(self) -> int:
+        """Blocks that hold memory beyond `num_resident`."""
+        return max(0, len(self._blocks) - len(self._unused) - self._num_resident)
 
     @property
     def usage(self) -> float:
         """Share of the blocks that tables hold."""
-        return 1.0 - len(self._free) / len(self._blocks) if self._blocks else 0.0
+        return 1.0 - self.num_free / len(self._blocks) if self._blocks else 0.0
 
     def allocate(self) -> Block:
         """The block that was of use longest ago, its old content forgotten. KeyError if none is free."""
-        block, _ = self._free.popitem(last=False)
+        if self._unused and self._takes_unused():
+            block = self._unused.pop()
+        else:
+            block, _ = self._free.popitem(last=False)
         if block.opening is not None or block.digest is not None:
             self.forget(block)
         block.ref_count = 1
         return block
+
+    def _takes_unused(self) -> bool:
+        head = next(iter(self._free), None)
+        if head is None:
+            return True
+        is_findable = head.digest is not None or head.opening is not None
+        return is_findable and len(self._blocks) - len(self._unused) < self._num_resident
+
+    def give_back(self, count: int) -> list[int]:
+        """Ids of up to `count` free blocks, of use longest ago, whose memory the worker may return to the system."""
+        given = []
+        for _ in range(min(count, len(self._free))):
+            block, _ = self._free.popitem(last=False)
+            self.forget(block)
+            self._unused.append(block)
+            given.append(block.block_id)
+        return given
 
     def retain(self, block: Block) -> None:
         """One more table holds `block`; a free one leaves the queue and keeps its content."""
@@ -108,10 +147,14 @@ class BlockPool:
         references: dict[Block, int] = {}
         for block in held:
             references[block] = references.get(block, 0) + 1
+        unused = set(self._unused)
+        assert len(unused) == len(self._unused) and not unused & self._free.keys(), "a block is free twice"
         for block in self._blocks:
             count = references.pop(block, 0)
             assert block.ref_count == count, f"{block} is in {count} tables"
-            assert (block in self._free) == (count == 0), f"{block}: free queue and references disagree"
+            is_free = block in self._free or block in unused
+            assert is_free == (count == 0), f"{block}: free queue and references disagree"
+            assert block not in unused or (block.digest is None and block.opening is None), f"{block} holds nothing"
             assert block.digest is None or self._index.get(block.digest) is block, (
                 f"{block} is not what its digest finds"
             )

@@ -8,7 +8,8 @@ al., SOSP 2023).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -16,6 +17,7 @@ from pagedserve.kv_cache.block import Block
 from pagedserve.kv_cache.block_pool import BlockPool
 from pagedserve.kv_cache.block_table import BlockTable
 from pagedserve.kv_cache.prefix_hash import extend_digests, root_digest
+from pagedserve.kv_cache.residency import Residency
 from pagedserve.sequence import Request, Sequence
 from pagedserve.step import BlockOps
 
@@ -32,10 +34,21 @@ class KVCacheManager:
     """Block tables of all live sequences over a device pool and a host pool."""
 
     def __init__(
-        self, *, block_size: int, num_device_blocks: int, num_host_blocks: int = 0, enable_prefix_caching: bool = True
+        self,
+        *,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        num_resident_blocks: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        """`num_resident_blocks`: device blocks that keep their memory while nobody needs so many (default: all)."""
         self.block_size = block_size
-        self.device = BlockPool(num_device_blocks, max(block_size // _MIN_OPENING_SHARE, 1))
+        self.device = BlockPool(
+            num_device_blocks, max(block_size // _MIN_OPENING_SHARE, 1), num_resident=num_resident_blocks
+        )
+        self._residency = Residency(self.device, clock)
         # A larger host pool could never be emptied again by the device pool it serves.
         self.host = BlockPool(min(num_host_blocks, num_device_blocks))
         self._enable_prefix_caching = enable_prefix_caching
@@ -183,11 +196,12 @@ class KVCacheManager:
         self._completing.clear()
 
     def take_block_ops(self) -> tuple[BlockOps, list[tuple[int, int, int]]]:
-        """The copies due before the next forward, and the table entries that copy-on-write replaced."""
+        """What is due to blocks before the next forward, and the table entries that copy-on-write replaced."""
         self._is_settled = False
         for block in self._pinned:
             self.device.release(block)
         self._pinned.clear()
+        self._block_ops.discard = self._residency.take_unneeded()
         taken = self._block_ops, self._replaced
         if taken[0] or taken[1]:
             self._block_ops, self._replaced = BlockOps(), []

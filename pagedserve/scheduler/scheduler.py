@@ -49,6 +49,7 @@ class Scheduler:
         num_host_blocks: int,
         max_model_len: int,
         bytes_per_block: int = 0,
+        num_resident_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -63,6 +64,8 @@ class Scheduler:
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=cache.enable_prefix_caching,
+            num_resident_blocks=num_resident_blocks,
+            clock=clock,
         )
         self._groups = Groups(self._cache, clock)
         self._preemption = Preemption(self._groups, PreemptionCosts(config.preemption_mode, bytes_per_block))

@@ -6,16 +6,17 @@ copy that knows nothing of what is inside.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import time
 
-import numpy as np
 import torch
 
 from pagedserve.kernels import ops
 from pagedserve.step import BlockOps
 
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
 
 
 class KVStorage:
@@ -35,8 +36,8 @@ class KVStorage:
         device: torch.device,
     ) -> None:
         shape = (num_layers, *layer_block_shape)
-        self.device_pool = _pool((num_device_blocks, *shape), dtype, device)
-        self.host_pool = _pool((num_host_blocks, *shape), dtype, torch.device("cpu"), pin_for=device)
+        self.device_pool, self._device_memory = _pool((num_device_blocks, *shape), dtype, device)
+        self.host_pool, _ = _pool((num_host_blocks, *shape), dtype, torch.device("cpu"), pin_for=device)
 
     def execute(self, block_ops: BlockOps) -> float:
         """Runs the copies in their documented order and returns the seconds that the swaps took."""
@@ -44,7 +45,18 @@ class KVStorage:
         seconds += self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
         if block_ops.copy:
             ops.copy_blocks(self.device_pool, _pairs(block_ops.copy, self.device_pool, self.device_pool))
+        if block_ops.discard and self._device_memory is not None:
+            self._discard(self._device_memory, block_ops.discard)
         return seconds
+
+    def _discard(self, memory: mmap.mmap, block_ids: list[int]) -> None:
+        """The whole pages of these blocks become the system's again; they read as zeros when next touched."""
+        num_bytes = self.device_pool.stride(0) * self.device_pool.element_size()
+        for block_id in block_ids:
+            first = -(-block_id * num_bytes // _PAGE) * _PAGE
+            end = (block_id + 1) * num_bytes // _PAGE * _PAGE
+            if end > first:
+                memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> float:
         if not pairs:
@@ -67,14 +79,20 @@ def _pairs(pairs: list[tuple[int, int]], source: torch.Tensor, target: torch.Ten
 
 def _pool(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin_for: torch.device | None = None
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """The pool, and on CPUs (where the system can take pages back) its memory."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device), None
     if pin_for is not None and pin_for.type == "cuda":
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        return torch.zeros(shape, dtype=dtype, pin_memory=True), None
     # Zeros that the system gives on first touch: a backend that reads a whole block and masks a part of it must not
-    # meet the NaNs that stale memory could hold. numpy asks for zeroed pages; torch.zeros would write them all.
+    # meet the NaNs that stale memory could hold. torch.zeros would write them all.
     num_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(num_bytes + _PAGE, dtype=np.uint8)
-    offset = -raw.ctypes.data % _PAGE
-    return torch.from_numpy(raw)[offset : offset + num_bytes].view(dtype).view(shape)
+    if num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype), None
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    pool = torch.frombuffer(memory, dtype=dtype).view(shape)
+    return pool, memory if hasattr(mmap, "MADV_DONTNEED") else None

@@ -16,6 +16,8 @@ from pagedserve.step import KVCacheSpec, MemoryPlan
 MIN_POOL_TOKENS = 64
 # On CPUs the pool shares the machine's memory with activations, the page cache and everything else.
 MAX_CPU_SHARE = 0.5
+# What cached prefixes may keep of the pool's memory on a CPU, at least.
+MIN_RESIDENT_BYTES = 512 << 20
 # The host pool leaves at least as much host memory free as it takes.
 MAX_HOST_SHARE = 0.5
 
@@ -46,7 +48,20 @@ def make_plan(
         num_device_blocks=num_blocks,
         num_host_blocks=min(num_blocks, host_bytes // spec.bytes_per_block),
         spec=spec,
+        num_resident_blocks=_num_resident_blocks(cache, spec, weights_bytes, num_blocks) if on_cpu else None,
     )
+
+
+def _num_resident_blocks(cache: CacheConfig, spec: KVCacheSpec, weights_bytes: int, num_blocks: int) -> int | None:
+    """Blocks that keep their memory while running requests need fewer; None: all of the pool."""
+    if cache.kv_cache_resident != "auto":
+        num_bytes = parse_bytes(cache.kv_cache_resident, "--kv-cache-resident")
+    elif cache.kv_cache_memory is not None or cache.num_device_blocks is not None:
+        return None  # a size that was asked for is used
+    else:
+        num_bytes = max(weights_bytes, MIN_RESIDENT_BYTES)
+    resident = num_bytes // spec.bytes_per_block
+    return resident if resident < num_blocks else None
 
 
 def _num_device_blocks(

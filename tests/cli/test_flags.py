@@ -25,7 +25,8 @@ KNOWN_FLAGS = set(
     log-requests data-dir data-dir-quota batch-concurrency tool-call-parser reasoning-parser
     model tokenizer revision dtype weights-dtype max-model-len load-format attention-backend device num-threads seed
     model-impl
-    block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype swap-space enable-prefix-caching
+    block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype kv-cache-resident swap-space
+    enable-prefix-caching
     max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode watermark request-timeout
     executor
     chat-template generation-config pooling-type max-logprobs health-timeout

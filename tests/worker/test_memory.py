@@ -19,13 +19,19 @@ SPEC = KVCacheSpec(num_layers=32, num_kv_heads=8, head_dim=64, block_size=16, dt
 
 
 def plan(
-    free_mib: int, *, on_cpu: bool = True, host_mib: int | None = None, cache: dict | None = None, **more: Any
+    free_mib: int,
+    *,
+    weights_bytes: int = 123,
+    on_cpu: bool = True,
+    host_mib: int | None = None,
+    cache: dict | None = None,
+    **more: Any,
 ) -> MemoryPlan:
     arguments = {"max_num_seqs": 64, "max_model_len": 4096, **more}
     return make_plan(
         cache=CacheConfig(**(cache or {})),
         spec=SPEC,
-        weights_bytes=123,
+        weights_bytes=weights_bytes,
         free_bytes=free_mib * MIB,
         free_host_bytes=(free_mib if host_mib is None else host_mib) * MIB,
         on_cpu=on_cpu,
@@ -68,6 +74,16 @@ def test_a_size_or_a_number_of_blocks_instead_of_a_share() -> None:
 def test_what_cannot_work_is_refused_with_the_flag_to_change(cache: dict, flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         plan(2000, cache=cache)
+
+
+def test_a_cpu_pool_of_no_given_size_keeps_the_weights_size_in_memory() -> None:
+    assert plan(4000).num_resident_blocks == 512
+    assert plan(4000, weights_bytes=700 * MIB).num_resident_blocks == 700
+    assert plan(1000).num_resident_blocks is None, "the pool is no larger"
+    assert plan(4000, on_cpu=False).num_resident_blocks is None
+    for size in ({"kv_cache_memory": "3000MiB"}, {"num_device_blocks": 3000}):
+        assert plan(4000, cache=size).num_resident_blocks is None, "what was asked for is used"
+        assert plan(4000, cache={**size, "kv_cache_resident": "10MiB"}).num_resident_blocks == 10
 
 
 def test_a_short_model_needs_no_more_than_its_length() -> None:
