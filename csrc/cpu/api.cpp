@@ -210,6 +210,16 @@ int ps_rotary_attention(float* out, int64_t out_stride, float* qkv, int64_t qkv_
   return ps_paged_attention(out, out_stride, qkv, qkv_stride, num_heads, kv_cache, rows, scale, window, soft_cap);
 }
 
+int ps_sample(const float* logits, int64_t logits_stride, int64_t num_rows, int64_t vocab, const float* temperature,
+              const float* min_p, const int64_t* top_k, const double* top_p, const double* uniform,
+              int64_t* token_ids) {
+  if (vocab < 1 || vocab > INT32_MAX) return fail(PS_INVALID_ARGUMENT, "a vocabulary of %lld", (long long)vocab);
+  int status = PS_OK;
+  PS_CALL(sample, logits, logits_stride, num_rows, vocab, temperature, min_p, top_k, top_p, uniform, token_ids,
+          &status);
+  return status;
+}
+
 int ps_copy_blocks(void* dst_pool, int64_t dst_num_blocks, const void* src_pool, int64_t src_num_blocks,
                    int64_t block_bytes, const int64_t* pairs, int64_t num_pairs) {
   for (int64_t i = 0; i < num_pairs; ++i) {

@@ -39,6 +39,10 @@ PS_FOR_EACH_ISA(
     void write_kv(const ps_kv_cache& kv_cache, const float* key, int64_t key_stride, const float* value,
                   int64_t value_stride, const int64_t* slot_mapping, int64_t num_tokens);
 
+    void sample(const float* logits, int64_t logits_stride, int64_t num_rows, int64_t vocab, const float* temperature,
+                const float* min_p, const int64_t* top_k, const double* top_p, const double* uniform,
+                int64_t* token_ids, int* status);
+
     void paged_attention(float* out, int64_t out_stride, const float* query, int64_t query_stride,
                          int64_t num_heads, const ps_kv_cache& kv_cache, const ps_attention_rows& rows,
                          float scale, int64_t window, float soft_cap, int* status);)

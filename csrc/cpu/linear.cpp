@@ -40,6 +40,22 @@ int check_part(const ps_linear_weight* weight, int64_t first_row, int64_t num_ro
   return PS_OK;
 }
 
+int check_ggml_rows(const ps::GgmlType& type, int64_t row_bytes, int64_t in_features) {
+  if (in_features % type.block_len == 0 && row_bytes >= in_features / type.block_len * type.block_bytes) return PS_OK;
+  return fail(PS_INVALID_ARGUMENT, "rows of %lld bytes do not hold %lld numbers of GGML type %d", (long long)row_bytes,
+              (long long)in_features, type.id);
+}
+
+int check_row_ids(const int64_t* row_ids, int64_t num_rows, int64_t table_rows) {
+  for (int64_t i = 0; i < num_rows; ++i) {
+    if (row_ids[i] < 0 || row_ids[i] >= table_rows) {
+      return fail(PS_INVALID_ARGUMENT, "row_ids[%lld] is %lld, the matrix has %lld rows", (long long)i,
+                  (long long)row_ids[i], (long long)table_rows);
+    }
+  }
+  return PS_OK;
+}
+
 }  // namespace
 
 extern "C" {
@@ -75,11 +91,7 @@ int ps_linear_pack_ggml(const ps_linear_weight* weight, int64_t first_row, int64
   if (type == nullptr || type->format != weight->format) {
     return fail(PS_INVALID_ARGUMENT, "GGML type %d does not go into format %d", ggml_type, weight->format);
   }
-  if (weight->in_features % type->block_len != 0 ||
-      row_bytes < weight->in_features / type->block_len * type->block_bytes) {
-    return fail(PS_INVALID_ARGUMENT, "rows of %lld bytes do not hold %lld numbers of GGML type %d",
-                (long long)row_bytes, (long long)weight->in_features, ggml_type);
-  }
+  if (const int status = check_ggml_rows(*type, row_bytes, weight->in_features)) return status;
   PS_CALL(linear_pack_ggml, *weight, first_row, num_rows, rows, row_bytes, *type);
   return PS_OK;
 }
@@ -87,13 +99,18 @@ int ps_linear_pack_ggml(const ps_linear_weight* weight, int64_t first_row, int64
 int ps_linear_rows(float* out, int64_t out_stride, const ps_linear_weight* weight, const int64_t* row_ids,
                    int64_t num_rows) {
   if (const int status = check_weight(weight)) return status;
-  for (int64_t i = 0; i < num_rows; ++i) {
-    if (row_ids[i] < 0 || row_ids[i] >= weight->out_features) {
-      return fail(PS_INVALID_ARGUMENT, "row_ids[%lld] is %lld, the matrix has %lld rows", (long long)i,
-                  (long long)row_ids[i], (long long)weight->out_features);
-    }
-  }
+  if (const int status = check_row_ids(row_ids, num_rows, weight->out_features)) return status;
   PS_CALL(linear_rows, out, out_stride, *weight, row_ids, num_rows);
+  return PS_OK;
+}
+
+int ps_ggml_rows(float* out, int64_t out_stride, const void* rows, int64_t row_bytes, int64_t table_rows,
+                 int64_t in_features, int ggml_type, const int64_t* row_ids, int64_t num_rows) {
+  const ps::GgmlType* type = ps::find_ggml_type(ggml_type);
+  if (type == nullptr) return fail(PS_UNSUPPORTED, "GGML type %d is not read here", ggml_type);
+  if (const int status = check_ggml_rows(*type, row_bytes, in_features)) return status;
+  if (const int status = check_row_ids(row_ids, num_rows, table_rows)) return status;
+  PS_CALL(ggml_rows, out, out_stride, rows, row_bytes, in_features, *type, row_ids, num_rows);
   return PS_OK;
 }
 

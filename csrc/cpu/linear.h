@@ -61,6 +61,9 @@ PS_FOR_EACH_ISA(
                           int64_t row_bytes, const GgmlType& type);
 
     void linear_rows(float* out, int64_t out_stride, const ps_linear_weight& weight, const int64_t* row_ids,
-                     int64_t num_rows);)
+                     int64_t num_rows);
+
+    void ggml_rows(float* out, int64_t out_stride, const void* rows, int64_t row_bytes, int64_t in_features,
+                   const GgmlType& type, const int64_t* row_ids, int64_t num_rows);)
 
 }  // namespace ps

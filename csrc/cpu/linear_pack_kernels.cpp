@@ -289,5 +289,24 @@ void linear_rows(float* out, int64_t out_stride, const ps_linear_weight& weight,
   });
 }
 
+void ggml_rows(float* out, int64_t out_stride, const void* rows, int64_t row_bytes, int64_t in_features,
+               const GgmlType& type, const int64_t* row_ids, int64_t num_rows) {
+  const LinearFormat& format = kLinearFormats[type.format];
+  parallel_for(num_rows, 16384 / in_features + 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t* row = static_cast<const uint8_t*>(rows) + row_ids[i] * row_bytes;
+      for (int64_t group = 0; group < in_features / kGroup; ++group) {
+        GroupCodes codes;
+        read_ggml_group(type, row, group, &codes);
+        float* to = out + i * out_stride + group * kGroup;
+        for (int k = 0; k < kGroup; ++k) {
+          const float scale = codes.scale[format.scales_per_group == 2 ? k / (kGroup / 2) : 0];
+          to[k] = scale * static_cast<float>(codes.codes[k] - (format.has_min ? 0 : format.zero)) + codes.min;
+        }
+      }
+    }
+  });
+}
+
 }  // namespace PS_ISA
 }  // namespace ps

@@ -48,6 +48,7 @@ bool spin_until(const Ready& ready) {
 }
 
 thread_local int t_thread = -1;  // this thread's number while it runs a piece
+thread_local int t_region_depth = 0;  // of this thread's PoolRegions; above 0 it holds the pool's mutex
 
 class Pool {
  public:
@@ -165,7 +166,7 @@ int usable_cpus() {
 
 // Never destroyed: threads may still compute while the process exits.
 struct Shared {
-  std::mutex mutex;  // held for a whole parallel_for: callers take turns
+  std::mutex mutex;  // held for a whole PoolRegion: callers take turns
   Pool* pool = nullptr;
   std::atomic<int> size{usable_cpus()};
 };
@@ -179,6 +180,7 @@ void after_fork_in_child() {
   shared = new (g_storage) Shared;
   shared->size.store(size);
   t_thread = -1;
+  t_region_depth = 0;
 }
 
 Shared& shared() {
@@ -204,14 +206,22 @@ void set_num_threads(int num_threads) {
   }
 }
 
+PoolRegion::PoolRegion() {
+  if (t_region_depth++ == 0) shared().mutex.lock();
+}
+
+PoolRegion::~PoolRegion() {
+  if (--t_region_depth == 0) shared().mutex.unlock();
+}
+
 void parallel_for(int64_t num_items, int64_t grain, RangeFunction function, const void* context) {
   if (num_items <= 0) return;
   if (t_thread >= 0) {
     function(context, 0, num_items, t_thread);
     return;
   }
+  const PoolRegion region;
   Shared& state = shared();
-  std::lock_guard<std::mutex> lock(state.mutex);
   if (state.size.load() == 1 || num_items <= grain) {
     t_thread = 0;
     function(context, 0, num_items, 0);

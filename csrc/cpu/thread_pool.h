@@ -13,6 +13,16 @@ using RangeFunction = void (*)(const void* context, int64_t begin, int64_t end, 
 // From inside a piece the call runs on the spot, under the number of the piece.
 void parallel_for(int64_t num_items, int64_t grain, RangeFunction function, const void* context);
 
+// While it lives, the calling thread owns the pool: its calls of parallel_for find the threads awake and nobody else's
+// work between them.
+class PoolRegion {
+ public:
+  PoolRegion();
+  ~PoolRegion();
+  PoolRegion(const PoolRegion&) = delete;
+  PoolRegion& operator=(const PoolRegion&) = delete;
+};
+
 int num_threads();
 void set_num_threads(int num_threads);
 

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define PS_API __attribute__((visibility("default")))
-#define PS_ABI_VERSION 3
+#define PS_ABI_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -156,11 +156,51 @@ PS_API int ps_linear_pack_ggml(const ps_linear_weight* weight, int64_t first_row
 /* out[i] = the dequantised row row_ids[i]: embedding lookup. */
 PS_API int ps_linear_rows(float* out, int64_t out_stride, const ps_linear_weight* weight, const int64_t* row_ids,
                           int64_t num_rows);
+/* The same from the rows of a GGUF tensor as they lie in the file: table_rows rows of row_bytes bytes. */
+PS_API int ps_ggml_rows(float* out, int64_t out_stride, const void* rows, int64_t row_bytes, int64_t table_rows,
+                        int64_t in_features, int ggml_type, const int64_t* row_ids, int64_t num_rows);
 /* out = x @ weight.T + bias + residual; bias and residual may be NULL, residual may be out. x: [num_rows,
  * in_features]. A row's bits depend neither on the other rows nor on the number of threads. */
 PS_API int ps_linear(float* out, int64_t out_stride, const float* x, int64_t x_stride, int64_t num_rows,
                      const ps_linear_weight* weight, const float* bias, const float* residual,
                      int64_t residual_stride);
+
+/* One token a row of logits [num_rows, vocab]; every other argument has one number a row. temperature 0 takes the
+ * likeliest token, the first of equals. Else logits / temperature, min_p (0: none), top_k (0: none), top_p (of what is
+ * left; 1 or more: none), then the inverse CDF in the order of the ids at uniform, in [0, 1). NaN counts as -inf, +inf
+ * as 1e30; token -1 where nothing is above -inf. */
+PS_API int ps_sample(const float* logits, int64_t logits_stride, int64_t num_rows, int64_t vocab,
+                     const float* temperature, const float* min_p, const int64_t* top_k, const double* top_p,
+                     const double* uniform, int64_t* token_ids);
+
+/* A step program: calls of the functions above, recorded once and replayed by one call for any number of rows. It is
+ * the exception to "nothing is kept": it lives from create to destroy, and one thread at a time may run it. What its
+ * arguments point to must outlive it. */
+typedef struct ps_program ps_program;
+
+enum ps_argument_kind {
+  PS_ARGUMENT_VALUE = 0, /* value: an integer, a pointer, or the 32 bits of a float */
+  PS_ARGUMENT_COUNT = 1, /* value * counts[index] */
+  PS_ARGUMENT_BUFFER = 2, /* the program's buffer `index`, and value bytes on */
+  PS_ARGUMENT_INPUT = 3   /* inputs[index], and value bytes on */
+};
+
+typedef struct ps_argument {
+  int32_t kind; /* ps_argument_kind */
+  int32_t index;
+  int64_t value;
+} ps_argument;
+
+PS_API int ps_program_create(ps_program** program, int64_t num_counts, int64_t num_inputs);
+PS_API void ps_program_destroy(ps_program* program);
+/* Working memory of bytes * counts[count_index] bytes (count_index -1: of `bytes`), aligned to 64; its contents last
+ * for one run. Buffers are numbered from 0. */
+PS_API int ps_program_add_buffer(ps_program* program, int64_t bytes, int64_t count_index);
+/* A call of the function named `op`, one argument for each of its parameters. */
+PS_API int ps_program_add_op(ps_program* program, const char* op, const ps_argument* arguments,
+                             int64_t num_arguments);
+/* The calls in order, until one fails. Where op_seconds is not NULL each call's time is added to its place there. */
+PS_API int ps_program_run(ps_program* program, const int64_t* counts, void* const* inputs, double* op_seconds);
 
 #ifdef __cplusplus
 }

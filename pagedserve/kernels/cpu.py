@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from pagedserve.kernels import native, reference
@@ -248,7 +249,7 @@ def write_kv(
     _same(value.shape, (num_tokens, struct.num_kv_heads, head_dim), "value")
     _same(slot_mapping.shape, (num_tokens,), "slot_mapping")
     native.call(
-        "ps_write_kv", struct.address, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        "ps_write_kv", struct, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
         slot_mapping.data_ptr(), num_tokens,
     )  # fmt: skip
 
@@ -282,6 +283,10 @@ class AttentionRows:
             num_tokens,
         )
 
+    @property
+    def nbytes(self) -> int:
+        return self.struct.nbytes
+
 
 def attend(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
@@ -305,7 +310,7 @@ def attend(
     struct = _kv_struct(kv_cache, head_dim)
     native.call(
         "ps_paged_attention", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads,
-        struct.address, rows.struct.address, scale, sliding_window or 0, soft_cap or 0.0,
+        struct, rows.struct.address, scale, sliding_window or 0, soft_cap or 0.0,
     )  # fmt: skip
     return out
 
@@ -340,7 +345,7 @@ def rotate_and_attend(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
     native.call(
         "ps_rotary_attention", out.data_ptr(), num_heads * head_dim, qkv.data_ptr(), qkv.stride(0), num_heads,
-        positions.data_ptr(), cos_sin.data_ptr(), max_position, rotary_dim, slot_mapping.data_ptr(), struct.address,
+        positions.data_ptr(), cos_sin.data_ptr(), max_position, rotary_dim, slot_mapping.data_ptr(), struct,
         rows.struct.address, scale, sliding_window or 0, soft_cap or 0.0,
     )  # fmt: skip
     return out
@@ -415,4 +420,17 @@ def linear_rows(weight: native.PackedMatrix, row_ids: torch.Tensor, out: torch.T
     _rows(out, "out", 2)
     _same(out.shape, shape, "out")
     native.call("ps_linear_rows", out.data_ptr(), out.stride(0), weight.address, row_ids.data_ptr(), row_ids.shape[0])
+    return out
+
+
+def ggml_rows(table: np.ndarray, ggml_type: int, in_features: int, row_ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a GGUF tensor as it lies in the file, uint8 [num_table_rows, row_bytes]: fp32 [num_rows, in_features]."""
+    _ints(row_ids, "row_ids", torch.int64, 1)
+    if table.dtype != np.uint8 or table.ndim != 2 or table.strides[1] != 1:
+        raise ValueError(f"table must be uint8 [num_rows, row_bytes], it is {table.dtype} {table.shape}")
+    out = torch.empty((row_ids.shape[0], in_features), dtype=torch.float32)
+    native.call(
+        "ps_ggml_rows", out.data_ptr(), in_features, table.ctypes.data, table.strides[0], table.shape[0], in_features,
+        ggml_type, row_ids.data_ptr(), row_ids.shape[0],
+    )  # fmt: skip
     return out

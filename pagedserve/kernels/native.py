@@ -6,10 +6,15 @@ The only module that touches ctypes. Nothing here falls back: `ops` asks `availa
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +26,7 @@ from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libpagedserve_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 _TYPES: dict[str, Any] = {
@@ -52,7 +57,13 @@ SIGNATURES: dict[str, str] = {
     "ps_linear_pack": "pllpli",
     "ps_linear_pack_ggml": "pllpli",
     "ps_linear_rows": "plppl",
+    "ps_ggml_rows": "plplllipl",
     "ps_linear": "plpllpppl",
+    "ps_sample": "plllpppppp",
+    "ps_program_create": "pll",
+    "ps_program_add_buffer": "pll",
+    "ps_program_add_op": "pspl",
+    "ps_program_run": "pppp",
 }
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -70,6 +81,15 @@ class _Struct(ctypes.Structure):
     @property
     def address(self) -> int:
         """Where C finds it, as long as this object lives."""
+        return ctypes.addressof(self)
+
+    @property
+    def nbytes(self) -> int:
+        return ctypes.sizeof(self)
+
+    @property
+    def _as_parameter_(self) -> int:
+        # What ctypes passes where a struct itself is given to `call`.
         return ctypes.addressof(self)
 
 
@@ -133,6 +153,8 @@ def _bind(path: Path) -> ctypes.CDLL:
         getattr(lib, name).restype = ctypes.c_char_p
     lib.ps_linear_packed_bytes.restype = ctypes.c_int64
     lib.ps_linear_packed_bytes.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    lib.ps_program_destroy.argtypes = [ctypes.c_void_p]
+    lib.ps_program_destroy.restype = None
     for name, letters in SIGNATURES.items():
         function = getattr(lib, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
@@ -176,11 +198,37 @@ def _loaded() -> ctypes.CDLL:
     return lib
 
 
+class Recorder(Protocol):
+    """Takes calls down instead of making them."""
+
+    def record(self, name: str, arguments: tuple[Any, ...]) -> None: ...
+
+
+_RECORDING = threading.Lock()
+_recorder: Recorder | None = None
+_recording_thread = 0
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Within, this thread's `call`s go to `recorder` and nothing is computed. One recording at a time."""
+    global _recorder, _recording_thread
+    with _RECORDING:
+        _recorder, _recording_thread = recorder, threading.get_ident()
+        try:
+            yield
+        finally:
+            _recorder = None
+
+
 def call(name: str, *arguments: Any) -> None:
     """Calls C function `name` of SIGNATURES; tensors are passed as their `data_ptr()`, None as NULL.
 
     Raises ValueError (or MemoryError) with the library's own words when it refuses.
     """
+    if _recorder is not None and _recording_thread == threading.get_ident():
+        _recorder.record(name, arguments)
+        return
     status = getattr(_loaded(), name)(*arguments)
     if status:
         _fail(name, status)
@@ -287,3 +335,58 @@ def linear_format_of_ggml_type(ggml_type: int) -> str | None:
     """The format that holds a quant type of GGUF files without loss, if there is one."""
     number = _loaded().ps_linear_format_of_ggml_type(ggml_type)
     return None if number < 0 else list(LINEAR_FORMATS)[number]
+
+
+# ---- step programs ------------------------------------------------------------------------------------------
+
+
+class ArgumentStruct(_Struct):
+    """ps_argument: how one argument of a recorded call comes about."""
+
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32), ("value", ctypes.c_int64))
+
+
+# ps_argument_kind
+VALUE, COUNT, BUFFER, INPUT = 0, 1, 2, 3
+
+
+def pointer_positions(name: str) -> list[bool]:
+    """Which arguments of C function `name` are addresses."""
+    return [letter == "p" for letter in SIGNATURES[name]]
+
+
+def word(value: float | int | None) -> int:
+    """An argument's 64 bits: NULL, an integer, or the 32 bits of a float."""
+    if isinstance(value, float):
+        return struct.unpack("<i", struct.pack("<f", value))[0]
+    return 0 if value is None else int(value)
+
+
+class StepProgram:
+    """ps_program: native calls in order, replayed by one call for any counts of rows. One thread at a time runs it."""
+
+    def __init__(self, num_counts: int, num_inputs: int) -> None:
+        handle = ctypes.c_void_p()
+        call("ps_program_create", ctypes.byref(handle), num_counts, num_inputs)
+        self._handle = handle
+        self._counts = (ctypes.c_int64 * num_counts)()
+        self._inputs = (ctypes.c_void_p * num_inputs)()
+        self.op_names: list[str] = []
+        weakref.finalize(self, _loaded().ps_program_destroy, handle)
+
+    def add_buffer(self, num_bytes: int, count_index: int | None) -> None:
+        """Working memory: `num_bytes` for each of a count's rows, or in all where it belongs to no count."""
+        call("ps_program_add_buffer", self._handle, num_bytes, -1 if count_index is None else count_index)
+
+    def add_op(self, name: str, arguments: Sequence[tuple[int, int, int]]) -> None:
+        """A call of C function `name`; each argument is (kind, index, value). ConfigError where C does not know it."""
+        array = (ArgumentStruct * len(arguments))(*arguments)
+        call("ps_program_add_op", self._handle, name.encode(), ctypes.byref(array), len(arguments))
+        self.op_names.append(name)
+
+    def run(self, counts: Sequence[int], inputs: Sequence[int], op_seconds: np.ndarray | None = None) -> None:
+        """Replays the calls. `inputs` are addresses; `op_seconds` float64 [num_ops] has each call's time added."""
+        self._counts[:] = counts
+        self._inputs[:] = inputs
+        seconds = None if op_seconds is None else op_seconds.ctypes.data
+        call("ps_program_run", self._handle, ctypes.byref(self._counts), ctypes.byref(self._inputs), seconds)

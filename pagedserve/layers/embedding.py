@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from pagedserve.kernels import ops
+from pagedserve.kernels import cpu, native, ops
 from pagedserve.quantization import gguf
 from pagedserve.quantization.method import LinearWeight
 
@@ -41,9 +41,14 @@ class PackedEmbedding(Embedding):
         self._rows = rows  # uint8 [vocab, bytes_per_row]
         self._quant_type = quant_type
         self._dtype = dtype
+        self._type_number = gguf.type_number(quant_type)
+        self._hidden_size = gguf.row_length(quant_type, rows)
+        self._is_native = native.available() and native.linear_format_of_ggml_type(self._type_number) is not None
         self.nbytes = rows.nbytes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._is_native:
+            return cpu.ggml_rows(self._rows, self._type_number, self._hidden_size, token_ids).to(self._dtype)
         return gguf.dequantize(self._quant_type, self._rows[token_ids.numpy()]).to(self._dtype)
 
 

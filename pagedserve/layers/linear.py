@@ -18,10 +18,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x."""
-        y = self.weight.matmul(x)
-        if self.bias is not None:
-            y += self.bias
-        return y
+        return self.weight.matmul(x, self.bias)
 
     @property
     def nbytes(self) -> int:

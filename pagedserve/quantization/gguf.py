@@ -37,6 +37,14 @@ def check_rows(quant_type: str, rows: np.ndarray, in_features: int) -> None:
         )
 
 
+def row_length(quant_type: str, rows: np.ndarray) -> int:
+    """How many numbers a row of uint8 [num_rows, row_bytes] holds."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block_len, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_number(quant_type))]
+    return rows.shape[1] // block_bytes * block_len
+
+
 def as_dense(quant_type: str, rows: np.ndarray) -> torch.Tensor | None:
     """Rows of a float type as a tensor [out_features, in_features]; None for other types."""
     dtype = _FLOATS.get(quant_type)

@@ -57,11 +57,12 @@ class LinearWeight(ABC):
         return None
 
     @abstractmethod
-    def matmul(self, x: Tensor) -> Tensor:
-        """`x @ weight.T`.
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias`.
 
         Args:
             x: [num_tokens, in_features], any float dtype.
+            bias: [out_features], in the dtype of `x`.
 
         Returns:
             [num_tokens, out_features] in the dtype of `x`. A row's bits do not depend on its batch mates

@@ -26,8 +26,8 @@ class DenseWeight(LinearWeight):
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x, self.weight.to(x.dtype))
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.linear(x, self.weight.to(x.dtype), bias=bias)
 
     def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
         return ops.linear_rows(self.weight, row_ids.to(self.weight.device)).float()

@@ -51,8 +51,8 @@ class PackedWeight(LinearWeight):
     def is_batch_invariant(self) -> bool:
         return True
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.linear(_as_float(x), self.packed).to(x.dtype)
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.linear(_as_float(x), self.packed, bias=_bias(bias)).to(x.dtype)
 
     def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
         return ops.linear_rows(self.packed, row_ids.long())
@@ -79,12 +79,13 @@ class StackedWeight(LinearWeight):
     def is_batch_invariant(self) -> bool:
         return True
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        wide = _as_float(x)
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        wide, wide_bias = _as_float(x), _bias(bias)
         out = torch.empty((x.shape[0], self.out_features), dtype=torch.float32)
         first = 0
         for part in self.parts:
-            ops.linear(wide, part.packed, out=out[:, first : first + part.out_features])
+            rows = slice(first, first + part.out_features)
+            ops.linear(wide, part.packed, bias=None if wide_bias is None else wide_bias[rows], out=out[:, rows])
             first += part.out_features
         return out.to(x.dtype)
 
@@ -205,3 +206,7 @@ def _rounding_error(packed: native.PackedMatrix, first: int, rows: torch.Tensor)
 def _as_float(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     return wide if wide.stride(-1) == 1 or wide.shape[-1] == 1 else wide.contiguous()
+
+
+def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedserve.step import SchedulerOutput
+from pagedserve.sampling_params import SamplingParams
+from pagedserve.step import NewSequence, SchedulerOutput
 from pagedserve.worker.rows import Rows
 
 
@@ -61,3 +62,43 @@ def gather(rows: Rows, output: SchedulerOutput) -> InputBatch:
         max_query_len=int(counts.max()),
         max_seq_len=max_seq_len,
     )
+
+
+# What a step is captured with: (tokens computed before, tokens in this step, tokens that follow) of each sequence.
+_SAMPLES = (((0, 4, 3), (5, 1, 0), (0, 2, 0)), ((3, 5, 1), (0, 1, 0), (7, 1, 0), (0, 2, 9), (2, 4, 0)))
+
+
+def sample_batches(block_size: int) -> list[tuple[InputBatch, np.ndarray]]:
+    """Two made-up steps of different numbers of tokens, sequences and samples, and the last tokens of those sampled.
+
+    They read block 0 and keep nothing: every slot is -1.
+    """
+    return [_sample_batch(shape, block_size) for shape in _SAMPLES]
+
+
+def _sample_batch(shape: tuple[tuple[int, int, int], ...], block_size: int) -> tuple[InputBatch, np.ndarray]:
+    rows = Rows(len(shape), block_size)
+    params = SamplingParams(temperature=0.0)
+    output = SchedulerOutput(step_id=-1)
+    for seq_id, (computed, count, more) in enumerate(shape):
+        total = computed + count + more
+        output.new.append(
+            NewSequence(
+                seq_id=seq_id,
+                token_ids=[0] * total,
+                num_prompt_tokens=total,
+                num_computed_tokens=computed,
+                block_ids=[0] * -(-total // block_size),
+                sampling_params=params,
+                seed=0,
+                choice_index=0,
+            )
+        )
+        output.seq_ids.append(seq_id)
+        output.num_scheduled.append(count)
+        output.num_computed.append(computed)
+        output.new_block_ids.append([])
+    rows.apply(output)
+    batch = gather(rows, output)
+    batch.slot_mapping[:] = -1
+    return batch, batch.query_start_loc[np.flatnonzero(batch.is_sampled) + 1] - 1

@@ -17,7 +17,8 @@ from pagedserve.layers.attention import ForwardContext
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.step import ModelRunnerOutput, SchedulerOutput
-from pagedserve.worker.input_batch import InputBatch, gather
+from pagedserve.worker.graphs import StepGraph, StepInputs
+from pagedserve.worker.input_batch import InputBatch, gather, sample_batches
 from pagedserve.worker.kv_storage import KVStorage
 from pagedserve.worker.pooling import pooled
 from pagedserve.worker.prompt_logprobs import prompt_logprobs
@@ -44,6 +45,7 @@ class ModelRunner:
         self._rows = rows
         self._sampler = sampler
         self._device = device
+        self.graph = StepGraph(model, self._samples)
         # The batch of the last step, and what it was made for: decoding samples the same rows step after step.
         self._batch_key: tuple[int, list[int]] | None = None
         self._batch: SamplingBatch | None = None
@@ -58,8 +60,9 @@ class ModelRunner:
             return ModelRunnerOutput(step_id=output.step_id, swap_seconds=swap_seconds)
         started = time.perf_counter()
         batch = gather(self._rows, output)
-        hidden = self._forward(batch)
-        result = self._sample(output, batch, hidden)
+        sampled = np.flatnonzero(batch.is_sampled)
+        hidden, logits = self.graph(self._inputs(batch, batch.query_start_loc[sampled + 1] - 1))
+        result = self._sample(output, sampled, logits)
         result.prompt_logprobs = prompt_logprobs(
             self._rows, output.seq_ids, batch, hidden, self._model.compute_logits, self._sampler
         )
@@ -70,7 +73,7 @@ class ModelRunner:
         result.swap_seconds = swap_seconds
         return result
 
-    def _forward(self, batch: InputBatch) -> torch.Tensor:  # [num_tokens, hidden]
+    def _inputs(self, batch: InputBatch, last_tokens: np.ndarray) -> StepInputs:
         metadata = self._attention.build_metadata(
             query_start_loc=self._tensor(batch.query_start_loc),
             seq_lens=self._tensor(batch.seq_lens),
@@ -79,16 +82,24 @@ class ModelRunner:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )
-        context = ForwardContext(metadata=metadata, kv_cache=self._storage.device_pool)
-        return self._model.forward(self._tensor(batch.token_ids), self._tensor(batch.positions), context)
+        return StepInputs(
+            token_ids=self._tensor(batch.token_ids),
+            positions=self._tensor(batch.positions),
+            last_tokens=self._tensor(last_tokens.astype(np.int64)),
+            context=ForwardContext(metadata=metadata, kv_cache=self._storage.device_pool),
+        )
 
-    def _sample(self, output: SchedulerOutput, batch: InputBatch, hidden: torch.Tensor) -> ModelRunnerOutput:
-        """Draws for the sequences whose tokens are all computed now, and for the children that share their logits."""
-        sampled = np.flatnonzero(batch.is_sampled)
+    def _samples(self) -> tuple[StepInputs, StepInputs]:
+        first, second = sample_batches(self._rows.block_tables.block_size)
+        return self._inputs(*first), self._inputs(*second)
+
+    def _sample(self, output: SchedulerOutput, sampled: np.ndarray, logits: torch.Tensor) -> ModelRunnerOutput:
+        """Draws for the sequences whose tokens are all computed now, and for the children that share their logits.
+
+        `sampled`: int64 [num_sampled], their places in the batch; `logits`: [num_sampled, vocab].
+        """
         if not len(sampled):
             return ModelRunnerOutput(step_id=output.step_id)
-        last_tokens = batch.query_start_loc[sampled + 1] - 1
-        logits = self._model.compute_logits(hidden[self._tensor(last_tokens.astype(np.int64))])
         seq_ids = [output.seq_ids[i] for i in sampled.tolist()]
         if output.shared_logits:
             place = {seq_id: i for i, seq_id in enumerate(seq_ids)}

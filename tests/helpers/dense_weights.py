@@ -19,8 +19,9 @@ class DenseWeight(LinearWeight):
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.float() @ self.weight.T).to(x.dtype)
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        product = x.float() @ self.weight.T
+        return (product if bias is None else product + bias).to(x.dtype)
 
     def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
         return self.weight[row_ids]
