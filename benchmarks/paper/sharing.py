@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG (needs matplotlib)")
-    parser.add_argument("--requests", type=int, default=100, help="requests in each trace")
+    parser.add_argument("--requests", type=int, default=400, help="requests in each trace")
     arguments = parser.parse_args()
     result = measure(arguments.requests)
     print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))

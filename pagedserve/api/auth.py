@@ -1,4 +1,4 @@
-"""API keys: every route needs one but `/health` and `/ready`, new routes included."""
+"""API keys: every route needs one but `/health`, `/ready` and the page's own files, new routes included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagedserve.api.errors import AuthenticationError, reply_to
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+# A browser asks for a page without a key; what the page then asks for needs one.
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})
 
 
 class ApiKeyMiddleware:

@@ -13,6 +13,7 @@ from pagedserve.api.routes import (
     messages,
     metrics,
     models,
+    page,
     rerank,
     tokenize,
 )
@@ -30,4 +31,5 @@ ROUTERS = (
     health.router,
     metrics.router,
     docs.router,
+    page.router,
 )
