@@ -98,15 +98,8 @@ class ErrorReply:
 
     def body(self, path: str = "") -> bytes:
         """The JSON document, in the shape that clients of the route `path` read."""
-        if path.startswith(_ANTHROPIC_PATH):
-            return msgspec.json.encode(self.anthropic())
-        error = {
-            "message": self._shown(),
-            "type": _TYPES.get(self.status, "invalid_request_error"),
-            "param": None if self.param is None else _encodable(self.param[:200]),
-            "code": self.code or _CODES.get(self.status),
-        }
-        return msgspec.json.encode({"error": error})
+        shape = self.anthropic() if path.startswith(_ANTHROPIC_PATH) else {"error": self.openai()}
+        return msgspec.json.encode(shape)
 
     def anthropic(self) -> dict[str, Any]:
         """The error as Anthropic's API has it."""
@@ -114,8 +107,13 @@ class ErrorReply:
         return {"type": "error", "error": {"type": kind, "message": self._shown()}}
 
     def openai(self) -> dict[str, Any]:
-        """Code, message and field, as the Responses API has them."""
-        return {"code": self.code or _CODES.get(self.status) or "invalid_request", "message": self._shown()}
+        """The error as OpenAI's API has it."""
+        return {
+            "message": self._shown(),
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": None if self.param is None else _encodable(self.param[:200]),
+            "code": self.code or _CODES.get(self.status),
+        }
 
     def response(self, path: str = "") -> Response:
         """The answer of the route `path`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagedserve.api.parsed_output import OutputFormats
+from pagedserve.api.responses_store import ResponseStore
 from pagedserve.config import ServerConfig, parse_bytes
 from pagedserve.errors import EngineDeadError, NotFoundError, PagedServeError
 from pagedserve.log import get_logger
@@ -74,6 +75,7 @@ class ApiState:
     priorities_count: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     in_flight: InFlight = field(default_factory=InFlight)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     max_body_bytes: int = field(init=False)
     # Set by `build_app`, whose routes answer the lines of batches.
     batches: BatchService = field(init=False)

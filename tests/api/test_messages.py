@@ -182,7 +182,7 @@ def test_counted_tokens_are_those_of_the_answer(client: anthropic.Anthropic) -> 
     ],
     ids=str,
 )
-def test_mistakes_are_named_in_anthropics_shape(front: Front, body: dict[str, object], text: str) -> None:
+def test_mistakes_are_named_in_anthropics_shape(front: Front, body: dict[str, object], text: str) -> None:  # C106
     for stream in (False, True):
         check_error(ask(front, stream=stream, **body), 400, "invalid_request_error", text)
 

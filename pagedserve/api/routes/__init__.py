@@ -15,6 +15,7 @@ from pagedserve.api.routes import (
     models,
     page,
     rerank,
+    responses,
     tokenize,
 )
 
@@ -24,6 +25,7 @@ ROUTERS = (
     embeddings.router,
     rerank.router,
     messages.router,
+    responses.router,
     models.router,
     tokenize.router,
     files.router,
