@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from pagedserve.api.parsed_events import (
@@ -27,7 +27,7 @@ from pagedserve.api.parsed_events import (
 )
 from pagedserve.api.reasoning_parsers import REASONING_PARSERS
 from pagedserve.api.reasoning_parsers.base import ReasoningParser
-from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_grammar import LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers import TOOL_PARSERS
 from pagedserve.api.tool_parsers.base import ToolParser
 from pagedserve.engine.tokenizer import Tokenizer
@@ -102,10 +102,23 @@ class OutputFormats:
         """Special tokens that must show in the text (`SamplingParams.shown_special_ids`), for the parsers read them."""
         return tuple(self.special.values())
 
-    def forced_calls(self, tools: Mapping[str, Mapping[str, Any]], *, max_calls: int | None) -> StructuredOutput:
+    def forced_calls(self, tools: Mapping[str, Mapping[str, Any]], max_calls: int | None) -> StructuredOutput:
         """The grammar of an answer that calls some of `tools` and says nothing else."""
         assert self.tool_parser is not None
-        return self.tool_parser.forced(ForcedCalls(tools, max_calls, self.template, self.special))
+        lark = LarkWriter(self.special)
+        grammar = self.tool_parser.grammar(lark, ToolChoices(tools, self.template))
+        return lark.forced(replace(grammar, max_calls=grammar.max_calls or max_calls))
+
+    def strict_calls(self, tools: Mapping[str, Mapping[str, Any]]) -> StructuredOutput | None:
+        """The grammar of an answer that may call `tools`, with arguments that fit; None where calls have no marker."""
+        if self.tool_parser is None or not self.tool_parser.CAN_CONSTRAIN:
+            return None
+        lark = LarkWriter(self.special)
+        grammar = self.tool_parser.grammar(lark, ToolChoices(tools, self.template))
+        opening = grammar.before or grammar.begin
+        marker = next(text for text in self.tool_parser.MARKERS.texts if opening.startswith(text))
+        thoughts = None if self.reasoning_parser is None else self.reasoning_parser.markers()
+        return lark.amid_text(grammar, marker, thoughts)
 
 
 def check_names(tool_parser: str, reasoning_parser: str) -> None:

@@ -1,7 +1,8 @@
-"""Grammars that force tool calls, each in the format that the model itself would write.
+"""Grammars of tool calls, each in the format that the model itself would write.
 
 So a forced call reads like any other: the same parser takes it apart, and in the next turn's history the template
-writes it as the model did. Formats whose arguments are JSON are `tags` (see `StructuredOutput`); the others are Lark.
+writes it as the model did. A format describes one call and what stands around it (`CallGrammar`); from that come the
+grammar of an answer that must be calls, and of one that may be text with calls in it whose arguments fit.
 """
 
 from __future__ import annotations
@@ -15,30 +16,27 @@ from pagedserve.sampling_params import StructuredOutput
 
 Schema = Mapping[str, Any]
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_TEXT = "/(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedCalls:
-    """Calls that must come: of which functions (name -> schema of the arguments), and at most how many.
-
-    `template` is the chat template, which tells variants of a format apart; `special` maps markers that are special
-    tokens of the model to their ids.
-    """
+class ToolChoices:
+    """Functions that can be called (name -> schema of the arguments); the template tells variants of a format apart."""
 
     tools: Mapping[str, Schema]
-    max_calls: int | None
     template: str
-    special: Mapping[str, int]
 
-    def tags(
-        self, begin: str, end: str, *, separator: str = "", prefix: str = "", suffix: str = "", max_calls: int = 0
-    ) -> StructuredOutput:
-        """Calls as `begin` (with NAME for the function's), JSON arguments, `end`."""
-        tags = [
-            {"begin": begin.replace("NAME", name), "schema": schema, "end": end} for name, schema in self.tools.items()
-        ]
-        limit = max_calls or self.max_calls
-        return StructuredOutput.tags(tags, separator=separator, max=limit, prefix=prefix, suffix=suffix)
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """One call in Lark, and the texts around it: `before` all calls, `begin` of each, between two, `after` all."""
+
+    call: str
+    begin: str = ""
+    separator: str = ""
+    before: str = ""
+    after: str = ""
+    max_calls: int | None = None
 
 
 class LarkWriter:
@@ -58,6 +56,15 @@ class LarkWriter:
                 return " ".join(part for part in parts if part)
         return json.dumps(text, ensure_ascii=False) if text else ""
 
+    def json_call(self, begin: str, end: str, tools: Mapping[str, Schema]) -> str:
+        """A rule for one call: `begin` (with NAME for the function's), the arguments as JSON, `end`."""
+        return self.one_of(
+            *(
+                f"{self.text(begin.replace('NAME', name))} {self.json(schema, schema)} {self.text(end)}"
+                for name, schema in tools.items()
+            )
+        )
+
     def rule(self, expression: str, attributes: str = "") -> str:
         """A new rule; its name."""
         name = f"r{self._num_names}"
@@ -75,8 +82,8 @@ class LarkWriter:
     def free_text(self, end: str) -> str:
         """A rule for any text up to and including `end`."""
         if any(end.startswith(marker) for marker in self._special):
-            return self.rule(f"/(?s:.*)/ {self.text(end)}")
-        return self.rule("/(?s:.*)/", f"[suffix={json.dumps(end, ensure_ascii=False)}]")
+            return self.rule(f"{_ANY_TEXT} {self.text(end)}")
+        return self.rule(_ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
 
     def one_of(self, *expressions: str) -> str:
         """A rule for any of the expressions."""
@@ -96,17 +103,41 @@ class LarkWriter:
                 after = (self.one_of(alone, first), self.one_of(joined, later))
         return after[0]
 
-    def finish(self, start: str) -> StructuredOutput:
-        """The grammar, which begins with the expression `start`."""
+    def forced(self, grammar: CallGrammar) -> StructuredOutput:
+        """Calls and nothing else."""
+        return self._finish(f"{self.text(grammar.before)} {self._calls(grammar)}")
+
+    def amid_text(self, grammar: CallGrammar, marker: str, thoughts: tuple[str, str] | None) -> StructuredOutput:
+        """Text in which `marker`, the beginning of calls, cannot be followed by anything else.
+
+        Between `thoughts`, two markers at the beginning of the answer, it has no meaning.
+        """
+        opening = grammar.before or grammar.begin
+        calls = self._calls(grammar) if grammar.before else grammar.call
+        rest = f"{self.text(opening[len(marker) :])} {calls}"
+        text = self.rule(_ANY_TEXT)
+        if marker in self._special:
+            segment = self.rule(f"{text} {self.text(marker)} {rest}")
+        else:
+            segment = self.rule(f"{self.rule(f'{_ANY_TEXT} {self.text(marker)}', '[lazy]')} {rest}")
+        before = "" if thoughts is None else f"{self._between(*thoughts)}?"
+        return self._finish(f"{before} {segment}* {text}")
+
+    def _calls(self, grammar: CallGrammar) -> str:
+        call = self.rule(f"{self.text(grammar.begin)} {grammar.call}")
+        if grammar.max_calls != 1:
+            call = f"{call} ({self.text(grammar.separator)} {call})*"
+        return f"{call} {self.text(grammar.after)}"
+
+    def _between(self, begin: str, end: str) -> str:
+        if begin in self._special:
+            return self.rule(f"{self.text(begin)} {_ANY_TEXT} {self.text(end)}")
+        # One lexeme, which ends with the first of its ends.
+        begin, end = (self.text(marker) for marker in (begin, end))
+        return self.rule(rf"/\s*/ {begin} {_ANY_TEXT} {end}", "[lazy]")
+
+    def _finish(self, start: str) -> StructuredOutput:
         return StructuredOutput.grammar("\n".join([f"start: {start}", *self._rules, ""]))
-
-
-def repeated(expression: str, separator: str, max_calls: int | None) -> str:
-    """An expression for one or up to `max_calls` (None: any number) with a separator between."""
-    if max_calls == 1:
-        return expression
-    times = "*" if max_calls is None else f"{{0,{max_calls - 1}}}"
-    return f"{expression} ({separator} {expression}){times}"
 
 
 def properties_of(schema: Schema) -> list[tuple[str, Any, bool]]:

@@ -36,6 +36,11 @@ class ReasoningParser(TextMachine):
         """Whether a prompt ends within the thoughts. `continued` is what it holds of the answer to go on with."""
         return False
 
+    @classmethod
+    def markers(cls) -> tuple[str, str] | None:
+        """What begins and what ends thoughts; None where it is not one text each."""
+        return None
+
     @property
     def is_reasoning(self) -> bool:
         """True while thoughts are being read."""
@@ -109,6 +114,10 @@ class DelimitedReasoning(ReasoningParser):
             opened = max(map(continued.rfind, cls.OPEN))
             return opened > max(map(continued.rfind, cls.END.texts))
         return prompt.rstrip().endswith(cls.OPEN)
+
+    @classmethod
+    def markers(cls) -> tuple[str, str] | None:
+        return (cls.OPEN[0], cls.CLOSE) if cls.CLOSE else None
 
     def run(self) -> Reading[None]:
         space: list[str] = []

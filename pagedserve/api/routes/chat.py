@@ -95,6 +95,8 @@ class ChatAnswer:
         formats, tools, params = self._formats, self._tools, self._params
         if tools.is_forced:
             params = params.with_(structured_output=self._forced_calls())
+        elif tools.strict_names:
+            params = params.with_(structured_output=formats.strict_calls(tools.schemas or {}))
         if formats.reasoning_parser is None and (formats.tool_parser is None or not tools.schemas):
             return params
         continued = self._body.continued_text()
@@ -116,7 +118,7 @@ class ChatAnswer:
                 "(--tool-call-parser)",
                 param="tool_choice",
             )
-        return self._formats.forced_calls(tools.schemas or {}, max_calls=tools.max_calls)
+        return self._formats.forced_calls(tools.schemas or {}, tools.max_calls)
 
     def _echoed(self) -> str:
         """With echo the assistant's last message, which the answer goes on with."""

@@ -17,8 +17,7 @@ from pagedserve.api.parsed_events import (
     ToolCallEnd,
 )
 from pagedserve.api.text_machine import EndOfText, Malformed, Markers, Reading, TextMachine
-from pagedserve.api.tool_grammar import ForcedCalls
-from pagedserve.sampling_params import StructuredOutput
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SPACE = re.compile(r"\s+")
@@ -36,6 +35,8 @@ class ToolParser(TextMachine):
     MARKERS: ClassVar[Markers]
     # Markers that may be special tokens, which would not show in the text.
     SPECIAL: ClassVar[tuple[str, ...]] = ()
+    # True where the marker begins nothing but calls, wherever it stands: then what follows it can be constrained.
+    CAN_CONSTRAIN: ClassVar[bool] = True
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
         """`tools` maps names to the JSON schemas of their arguments."""
@@ -76,8 +77,8 @@ class ToolParser(TextMachine):
         raise NotImplementedError
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        """The grammar of an answer that is nothing but such calls."""
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
+        """One call in Lark, and what stands around it."""
         raise NotImplementedError
 
     # -- what subclasses use ------------------------------------------------------------------------------------------

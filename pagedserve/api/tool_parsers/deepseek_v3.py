@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.base import ToolParser
-from pagedserve.sampling_params import StructuredOutput
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -56,14 +55,15 @@ class DeepSeekV3Parser(ToolParser):
         self._record()
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        begin, end = f"{CALL_BEGIN}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"
-        return calls.tags(begin, end, separator="\n", prefix=CALLS_BEGIN, suffix=CALLS_END)
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
+        call = lark.json_call(f"function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}", calls.tools)
+        return CallGrammar(call, begin=CALL_BEGIN, separator="\n", before=CALLS_BEGIN, after=CALLS_END)
 
 
 class DeepSeekV31Parser(DeepSeekV3Parser):
     """Forces calls in the shorter form."""
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        return calls.tags(f"{CALL_BEGIN}NAME{SEPARATOR}", CALL_END, prefix=CALLS_BEGIN, suffix=CALLS_END)
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
+        call = lark.json_call(f"NAME{SEPARATOR}", CALL_END, calls.tools)
+        return CallGrammar(call, begin=CALL_BEGIN, before=CALLS_BEGIN, after=CALLS_END)

@@ -14,11 +14,10 @@ import re
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls, LarkWriter, properties_of, repeated
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices, properties_of
 from pagedserve.api.tool_parsers.base import NAME, ToolParser
 from pagedserve.api.tool_parsers.pythonic import PythonicParser, python_calls
 from pagedserve.api.tool_parsers.typed_arguments import is_text, text_choices
-from pagedserve.sampling_params import StructuredOutput
 
 _KEY = re.compile(r"[^\s:,{}\[\]<>\"]+")
 _MAX_DEPTH = 64
@@ -29,6 +28,7 @@ class ToolCodeParser(PythonicParser):
 
     MARKERS: ClassVar[Markers] = Markers("```tool_code")
     SPECIAL: ClassVar[tuple[str, ...]] = ()
+    CAN_CONSTRAIN: ClassVar[bool] = True
 
     def run(self) -> Reading[None]:
         yield from ToolParser.run(self)
@@ -55,10 +55,8 @@ class ToolCodeParser(PythonicParser):
                 raise Malformed
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        lark = LarkWriter(calls.special)
-        call = python_calls(lark, calls.tools)
-        return lark.finish(f'"```tool_code\\n" {repeated(call, lark.text(chr(10)), calls.max_calls)} "\\n```"')
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
+        return CallGrammar(python_calls(lark, calls.tools), before="```tool_code\n", separator="\n", after="\n```")
 
 
 class FunctionGemmaParser(ToolParser):
@@ -86,8 +84,7 @@ class FunctionGemmaParser(ToolParser):
         yield from self.closing(self.END)
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        lark = LarkWriter(calls.special)
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
         expressions = []
         for name, schema in calls.tools.items():
             members = []
@@ -99,9 +96,9 @@ class FunctionGemmaParser(ToolParser):
                 else:
                     value = f"{lark.text(cls.QUOTE)} {lark.free_text(cls.QUOTE)}"
                 members.append((f"{lark.text(key + ':')} {value}", is_required))
-            opening = lark.text(f"{cls.MARKERS.texts[0]}call:{name}{{")
+            opening = lark.text(f"call:{name}{{")
             expressions.append(f"{opening} {lark.members(members, ',')} {lark.text('}' + cls.END)}")
-        return lark.finish(repeated(lark.one_of(*expressions), "", calls.max_calls))
+        return CallGrammar(lark.one_of(*expressions), begin=cls.MARKERS.texts[0])
 
     def _value(self, depth: int) -> Reading[None]:
         if depth > _MAX_DEPTH:

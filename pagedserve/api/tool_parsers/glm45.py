@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls, LarkWriter, repeated
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.base import NAME
 from pagedserve.api.tool_parsers.typed_arguments import TaggedArgumentsParser, tagged_parameters
-from pagedserve.sampling_params import StructuredOutput
 
 _END_OF_KEY = Markers("</arg_key>")
 _END_OF_VALUE = Markers("</arg_value>")
@@ -45,11 +44,10 @@ class Glm45Parser(TaggedArgumentsParser):
         self.close_arguments(is_empty=not keys)
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        lark = LarkWriter(calls.special)
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
         expressions = []
         for name, schema in calls.tools.items():
-            opening, closing = f"<tool_call>{name}\n", "</tool_call>"
+            opening, closing = f"{name}\n", "</tool_call>"
             parameters = tagged_parameters(lark, schema, "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")
             expressions.append(f"{lark.text(opening)} {parameters} {lark.text(closing)}")
-        return lark.finish(repeated(lark.one_of(*expressions), lark.text("\n"), calls.max_calls))
+        return CallGrammar(lark.one_of(*expressions), begin="<tool_call>", separator="\n")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.base import ToolParser
-from pagedserve.sampling_params import StructuredOutput
+from pagedserve.api.tool_parsers.hermes import HermesParser
 
 
 class GraniteParser(ToolParser):
@@ -25,9 +25,9 @@ class GraniteParser(ToolParser):
         yield from self.closing("</tool_call>", "<|/tool_call|>")
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        begin = '{"name": "NAME", "arguments": '
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
         if "</tool_call>" in calls.template:
-            return calls.tags(f"<tool_call>\n{begin}", "}\n</tool_call>", separator="\n")
+            return HermesParser.grammar(lark, calls)
+        call = lark.json_call('{"name": "NAME", "arguments": ', "}", calls.tools)
         tag = "<|tool_call|>" if "<|tool_call|>" in calls.template else "<tool_call>"
-        return calls.tags(begin, "}", separator=", ", prefix=f"{tag}[", suffix="]")
+        return CallGrammar(call, before=f"{tag}[", separator=", ", after="]")

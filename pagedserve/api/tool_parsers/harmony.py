@@ -9,9 +9,8 @@ import re
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.base import ToolParser
-from pagedserve.sampling_params import StructuredOutput
 
 RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
 _MESSAGE = Markers("<|message|>")
@@ -21,6 +20,7 @@ class HarmonyParser(ToolParser):
     """One message a call."""
 
     MARKERS: ClassVar[Markers] = Markers("<|channel|>")
+    CAN_CONSTRAIN: ClassVar[bool] = False
     SPECIAL: ClassVar[tuple[str, ...]] = (
         *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
         *("<|end|>", "<|call|>", "<|return|>"),
@@ -40,6 +40,7 @@ class HarmonyParser(ToolParser):
         yield from self.closing("<|call|>", "<|end|>")
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
         # A call ends the model's turn, so there is never a second one.
-        return calls.tags("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", max_calls=1)
+        begin = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
+        return CallGrammar(lark.json_call(begin, "", calls.tools), max_calls=1)

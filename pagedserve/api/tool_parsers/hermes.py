@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.base import ToolParser
-from pagedserve.sampling_params import StructuredOutput
 
 
 class HermesParser(ToolParser):
@@ -22,5 +21,6 @@ class HermesParser(ToolParser):
         yield from self.closing("</tool_call>")
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        return calls.tags('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", separator="\n")
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
+        call = lark.json_call('\n{"name": "NAME", "arguments": ', "}\n</tool_call>", calls.tools)
+        return CallGrammar(call, begin="<tool_call>", separator="\n")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Reading
-from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.base import ToolParser
-from pagedserve.sampling_params import StructuredOutput
 
 _TAGS = ("<|python_tag|>", "<|python_start|>")
 
@@ -15,6 +14,7 @@ _TAGS = ("<|python_tag|>", "<|python_start|>")
 class Llama3JsonParser(ToolParser):
     """Calls stand at the very beginning; an answer that begins otherwise is text to its end."""
 
+    CAN_CONSTRAIN: ClassVar[bool] = False
     SPECIAL: ClassVar[tuple[str, ...]] = (*_TAGS, "<|python_end|>")
 
     def run(self) -> Reading[None]:
@@ -36,5 +36,5 @@ class Llama3JsonParser(ToolParser):
         yield from self.json_calls()
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        return calls.tags('{"name": "NAME", "parameters": ', "}", separator="; ")
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
+        return CallGrammar(lark.json_call('{"name": "NAME", "parameters": ', "}", calls.tools), separator="; ")

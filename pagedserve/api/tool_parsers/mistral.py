@@ -7,9 +7,8 @@ import string
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.base import NAME, ToolParser
-from pagedserve.sampling_params import StructuredOutput
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -46,9 +45,9 @@ class MistralParser(ToolParser):
         self.end_call()
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
         if "[ARGS]" in calls.template:
-            return calls.tags("[TOOL_CALLS]NAME[ARGS]", "")
-        begin = '{"name": "NAME", "arguments": '
+            return CallGrammar(lark.json_call("NAME[ARGS]", "", calls.tools), begin="[TOOL_CALLS]")
+        call = lark.json_call('{"name": "NAME", "arguments": ', "}", calls.tools)
         space = " " if "[TOOL_CALLS] [" in calls.template else ""
-        return calls.tags(begin, "}", separator=", ", prefix=f"[TOOL_CALLS]{space}[", suffix="]")
+        return CallGrammar(call, before=f"[TOOL_CALLS]{space}[", separator=", ", after="]")

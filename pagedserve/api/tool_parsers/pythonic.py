@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls, LarkWriter, Schema, properties_of, repeated
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, Schema, ToolChoices, properties_of
 from pagedserve.api.tool_parsers.base import NAME, ToolParser
-from pagedserve.sampling_params import StructuredOutput
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _PARAMETER = re.compile(r"[A-Za-z0-9_]+")
@@ -25,6 +24,7 @@ _MAX_DEPTH = 100
 class PythonicParser(ToolParser):
     """Calls stand at the very beginning. Arguments come out value by value, as JSON."""
 
+    CAN_CONSTRAIN: ClassVar[bool] = False
     SPECIAL: ClassVar[tuple[str, ...]] = (_START, _END)
 
     def run(self) -> Reading[None]:
@@ -34,10 +34,8 @@ class PythonicParser(ToolParser):
         yield from self.copy_rest(self.content)
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        lark = LarkWriter(calls.special)
-        call = python_calls(lark, calls.tools)
-        return lark.finish(f'"[" {repeated(call, lark.text(", "), calls.max_calls)} "]"')
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
+        return CallGrammar(python_calls(lark, calls.tools), before="[", separator=", ", after="]")
 
     def _read_list(self) -> Reading[None]:
         yield from self.found(_START)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
-from pagedserve.api.tool_grammar import ForcedCalls, LarkWriter, repeated
+from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers.typed_arguments import TaggedArgumentsParser, tagged_parameters
-from pagedserve.sampling_params import StructuredOutput
 
 _END_OF_TAG = Markers(">")
 _END_OF_VALUE = Markers("</parameter>")
@@ -40,11 +39,10 @@ class Qwen3CoderParser(TaggedArgumentsParser):
         yield from self.closing("</tool_call>")
 
     @classmethod
-    def forced(cls, calls: ForcedCalls) -> StructuredOutput:
-        lark = LarkWriter(calls.special)
+    def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
         expressions = []
         for name, schema in calls.tools.items():
-            opening, closing = f"<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"
+            opening, closing = f"\n<function={name}>\n", "</function>\n</tool_call>"
             parameters = tagged_parameters(lark, schema, "<parameter=KEY>\n", "\n</parameter>\n")
             expressions.append(f"{lark.text(opening)} {parameters} {lark.text(closing)}")
-        return lark.finish(repeated(lark.one_of(*expressions), lark.text("\n"), calls.max_calls))
+        return CallGrammar(lark.one_of(*expressions), begin="<tool_call>", separator="\n")
