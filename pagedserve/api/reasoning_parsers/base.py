@@ -41,11 +41,6 @@ class ReasoningParser(TextMachine):
         """What begins and what ends thoughts; None where it is not one text each."""
         return None
 
-    @property
-    def is_reasoning(self) -> bool:
-        """True while thoughts are being read."""
-        return bool(self.spans) and self.spans[-1][1] < 0
-
     def feed(self, text: str) -> list[tuple[bool, str]]:
         """The pieces that the text brings."""
         self._resume(text)
