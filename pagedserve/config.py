@@ -147,6 +147,21 @@ class FrontConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputConfig:
+    """Grammars of structured output: what one may cost before it is refused."""
+
+    max_grammar_size: str = flag("256KiB", help="largest JSON schema, regex or grammar that a request may bring")
+    grammar_timeout: float = flag(5.0, help="seconds that compiling a grammar may take before its request gets 400")
+    grammar_cache_size: int = flag(256, help="compiled grammars that are kept")
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.max_grammar_size, "--max-grammar-size")
+        if not self.grammar_timeout > 0:
+            raise ConfigError(f"--grammar-timeout {self.grammar_timeout}: use a number of seconds above 0")
+        _at_least("--grammar-cache-size", self.grammar_cache_size, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The HTTP server."""
 
@@ -188,6 +203,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     front: FrontConfig = field(default_factory=FrontConfig)
+    structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
 
 
 _UNITS = {"": 1, "b": 1}

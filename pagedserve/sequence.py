@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagedserve.sampling_params import SamplingParams
 
@@ -70,6 +71,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float = 0.0
+    # What it may say next (a `scheduler.constraints.Constraint`), where its request asks for structured output.
+    constraint: Any = None
 
     @property
     def num_tokens(self) -> int:

@@ -96,6 +96,9 @@ class SchedulerOutput:
     shared_logits: list[tuple[int, int]] = field(default_factory=list)  # (child seq_id, parent seq_id)
     appended: list[tuple[int, int]] = field(default_factory=list)  # (seq_id, token_id)
     released: list[int] = field(default_factory=list)
+    # Sampled sequences whose tokens are limited, and for each a row of 32-bit words (little endian): bit i is token i.
+    masked_seq_ids: list[int] = field(default_factory=list)
+    token_masks: bytes = b""
     block_ops: BlockOps = field(default_factory=BlockOps)
 
     @property

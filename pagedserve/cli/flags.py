@@ -8,7 +8,15 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pagedserve.config import CacheConfig, EngineConfig, FrontConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pagedserve.config import (
+    CacheConfig,
+    EngineConfig,
+    FrontConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    StructuredOutputConfig,
+)
 
 if TYPE_CHECKING:
     from pagedserve.engine.llm import LLM
@@ -21,6 +29,7 @@ ENGINE_SLICES: dict[str, type] = {
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
     "front": FrontConfig,
+    "structured_output": StructuredOutputConfig,
 }
 
 # Flags of other engines that scripts still carry: name -> what to use here. They fail with that line.

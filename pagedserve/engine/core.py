@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from pagedserve import errors, model_files
 from pagedserve.config import EngineConfig
+from pagedserve.engine.structured_output import StructuredOutputs
+from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError, RequestError
 from pagedserve.executor import EXECUTORS, Executor
 from pagedserve.log import get_logger
@@ -28,6 +30,7 @@ from pagedserve.messages import (
     StopSequences,
     ToCore,
 )
+from pagedserve.model_files import ModelFiles
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
 from pagedserve.step import MemoryPlan, SchedulerOutput
@@ -40,6 +43,9 @@ MAX_FAILED_STEPS = 5
 # Requests that can never be served would wait for ever; better a restart than a server that hangs.
 MAX_STALLED_STEPS = 1000
 
+# With nothing to compute but a grammar under way, give it so long before looking again.
+GRAMMAR_WAIT_SECONDS = 0.005
+
 SHORTEST_PHASE_LOGGED = 0.01
 
 STEP_FAILED = "the model's step for this request failed; other requests go on and the server's log has the details"
@@ -50,10 +56,12 @@ Send = Callable[[FromCore], None]
 class EngineCore:
     """Scheduler and executor, and the messages between them and the outside."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, send: Send):
+    def __init__(self, scheduler: Scheduler, executor: Executor, send: Send, grammars: StructuredOutputs | None = None):
+        """Without `grammars`, requests for structured output are refused."""
         self.scheduler = scheduler
         self._executor = executor
         self._send = send
+        self._grammars = grammars
         self._num_failed_steps = 0
         self._num_stalled_steps = 0
         # True while the front's picture of the scheduler (gauges) is older than the truth.
@@ -71,6 +79,8 @@ class EngineCore:
             case AddRequest(request=request):
                 self._add(request)
             case AbortRequests(request_ids=request_ids):
+                if self._grammars is not None:
+                    self._grammars.forget(request_ids)
                 self._answer(self.scheduler.abort(request_ids))
             case StopSequences(request_ids=request_ids, choice_indices=choice_indices):
                 for request_id, choice_index in zip(request_ids, choice_indices, strict=True):
@@ -88,6 +98,8 @@ class EngineCore:
         if not self.scheduler.has_work():
             self._send_stats()
             return True
+        if self._grammars is not None and self._grammars.num_pending:
+            self._take_grammars(self._grammars)
         decision = self.scheduler.schedule()
         try:
             result = self._executor.submit(decision).result()
@@ -102,6 +114,8 @@ class EngineCore:
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed; the engine core ends")
         has_moved = not decision.is_empty or bool(outputs.finished)
+        if not has_moved and self._grammars is not None:
+            has_moved = self._grammars.wait(GRAMMAR_WAIT_SECONDS)
         self._num_stalled_steps = 0 if has_moved else self._num_stalled_steps + 1
         if self._num_stalled_steps >= MAX_STALLED_STEPS:
             raise EngineDeadError("requests wait, but no step serves any of them; the engine core ends")
@@ -121,9 +135,29 @@ class EngineCore:
     def _add(self, request: Request) -> None:
         try:
             self.scheduler.add(request)
+            if request.sampling_params.structured_output is not None:
+                self._begin_grammar(request)
         except PagedServeError as error:
             self._send(EngineCoreOutputs(finished=[refusal(request.request_id, error)]))
         self._stats_are_stale = True
+
+    def _begin_grammar(self, request: Request) -> None:
+        try:
+            if self._grammars is None:
+                raise RequestError("this engine offers no structured output", param="structured_output")
+            constraint = self._grammars.begin(request)
+        except RequestError:
+            self.scheduler.withdraw(request.request_id)
+            raise
+        if constraint is not None:
+            self.scheduler.constrain(request.request_id, constraint)
+
+    def _take_grammars(self, grammars: StructuredOutputs) -> None:
+        for request_id, result in grammars.take_ready():
+            if not isinstance(result, RequestError):
+                self.scheduler.constrain(request_id, result)
+            elif self.scheduler.withdraw(request_id):
+                self._send(EngineCoreOutputs(finished=[refusal(request_id, result)]))
 
     def _answer(self, outputs: EngineCoreOutputs | None) -> None:
         self._stats_are_stale = True
@@ -192,6 +226,7 @@ def build_core(
     plan = executor.plan_memory()
     max_model_len = _fitting_length(executor.max_model_len, plan)
     executor.allocate(plan)
+    grammars = StructuredOutputs(lambda: _load_tokenizer(config, files), config.structured_output)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
@@ -200,11 +235,17 @@ def build_core(
         max_model_len=max_model_len,
         bytes_per_block=plan.spec.bytes_per_block,
         num_resident_blocks=plan.num_resident_blocks,
+        fill_masks=grammars.fill_masks,
     )
     clock.end()
     log.info("%s", describe_plan(plan, max_model_len))
-    core = EngineCore(scheduler, executor, send)
+    core = EngineCore(scheduler, executor, send, grammars)
     return core, Ready(plan=plan, max_model_len=max_model_len, phases=clock.seconds)
+
+
+def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
+    source = config.model.tokenizer
+    return Tokenizer.load(files if source is None else model_files.resolve(source, require_weights=False, log=log.info))
 
 
 def describe_plan(plan: MemoryPlan, max_model_len: int) -> str:

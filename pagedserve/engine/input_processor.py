@@ -170,8 +170,6 @@ class InputProcessor:
     ) -> Request:
         self._check_prompt(token_ids)
         self._check_logprobs(params)
-        if params.structured_output is not None:
-            raise RequestError("structured_output is not supported yet", param="structured_output")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())

@@ -11,7 +11,15 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from pagedserve.config import CacheConfig, EngineConfig, FrontConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pagedserve.config import (
+    CacheConfig,
+    EngineConfig,
+    FrontConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    StructuredOutputConfig,
+)
 from pagedserve.engine.chat_template import ChatTemplate
 from pagedserve.engine.input_processor import ProcessedInput
 from pagedserve.engine.llm_engine import LLMEngine
@@ -27,6 +35,7 @@ _SLICES: dict[str, type] = {
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
     "front": FrontConfig,
+    "structured_output": StructuredOutputConfig,
 }
 # Shorter work shows no bar where nobody watches a terminal.
 BAR_DELAY_SECONDS = 2.0

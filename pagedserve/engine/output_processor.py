@@ -31,6 +31,9 @@ class Choice:
         params = request.sampling_params
         self.index = index
         self._include_stop = params.include_stop_str_in_output
+        # Where the last token may be text: structured output also ends without an end token.
+        is_structured = params.structured_output is not None
+        self._end_token_ids = request.eos_token_ids + params.stop_token_ids if is_structured else None
         self._is_scored = params.logprobs is not None or params.beam is not None or params.num_sequences > params.n
         self._stream = TextStream(tokenizer, params, request.prompt_token_ids)
         self.text = ""
@@ -54,6 +57,8 @@ class Choice:
         """Take in one row; True where a stop string was found in it, which the core does not know yet."""
         # The token that ended the output is counted, but it is no text unless the client asked to see it.
         hidden = 1 if finish_reason == FinishReason.STOP and token_ids and not self._include_stop else 0
+        if hidden and self._end_token_ids is not None:
+            hidden = int(token_ids[-1] in self._end_token_ids)
         update = self._stream.append(token_ids[: len(token_ids) - hidden])
         self.text += update.text
         self.cumulative_logprob = cumulative_logprob

@@ -134,6 +134,15 @@ def paged_attention(
     )
 
 
+def apply_token_bitmask(
+    logits: torch.Tensor,  # [num_rows, vocab_size]
+    rows: torch.Tensor,  # int64 [num_masked], all different
+    masks: torch.Tensor,  # int32 [num_masked, at least ceil(vocab_size / 32)]
+) -> None:
+    """logits[rows[i], t] = -inf, in place, for every token t whose bit (t % 32 of word t // 32) is 0 in masks[i]."""
+    reference.apply_token_bitmask(logits, rows, masks)
+
+
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies whole blocks within a pool, in order. pool: [num_blocks, ...]; pairs: int64 [n, 2] of (src, dst)."""
     swap_blocks(pool, pool, pairs)

@@ -129,6 +129,18 @@ def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.masked_fill(~finite, 0).to(torch.int8), scales.masked_fill(~finite, torch.nan)
 
 
+def apply_token_bitmask(
+    logits: torch.Tensor,  # [num_rows, vocab_size]
+    rows: torch.Tensor,  # int64 [num_masked]
+    masks: torch.Tensor,  # int32 [num_masked, num_words]
+) -> None:
+    # Through bytes: the shifted bits of a whole vocabulary as words would take four times the memory.
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    bits = (masks.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts) & 1  # [num_masked, num_words * 4, 8]
+    forbidden = bits.view(len(rows), -1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
+
+
 def write_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]

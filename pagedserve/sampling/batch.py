@@ -67,6 +67,20 @@ class TokenHistory:
         return self.token_ids[self.rows[i], : self.lengths[i]]
 
 
+@dataclass(slots=True)
+class TokenMasks:
+    """The tokens that are possible in some rows of a batch, as structured output has it."""
+
+    rows: torch.Tensor  # int64 [num_masked]: places in the batch
+    masks: torch.Tensor  # int32 [num_masked, num_words]: bit t % 32 of word t // 32 is token t
+
+    @classmethod
+    def unpack(cls, places: list[int], masks: bytes, device: torch.device) -> TokenMasks:
+        """From `step.SchedulerOutput.token_masks`, one row of words for each of `places`."""
+        words = torch.from_numpy(np.frombuffer(masks, dtype=np.int32).reshape(len(places), -1).copy())
+        return cls(torch.tensor(places, device=device), words.to(device))
+
+
 class SamplingBatch:
     """The rows of one sampling call, split by what they need. Valid as long as the same rows are sampled."""
 

@@ -195,7 +195,8 @@ class MinTokens(LogitsProcessor):
 
     @staticmethod
     def applies(state: SamplingState) -> bool:
-        return state.params.min_tokens > 0
+        # Where a grammar says what may come, its masks see to it: they know whether anything else is left.
+        return state.params.min_tokens > 0 and state.params.structured_output is None
 
     def __init__(self, rows: list[int], states: list[SamplingState], vocab_size: int, device: torch.device) -> None:
         self._device = device

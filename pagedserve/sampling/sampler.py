@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagedserve.sampling.batch import SamplingBatch, TokenHistory
+from pagedserve.kernels import ops
+from pagedserve.sampling.batch import SamplingBatch, TokenHistory, TokenMasks
 from pagedserve.sampling.logits import sanitize
 from pagedserve.sampling.logprobs import best_tokens, chosen_logprobs, take_rows, token_logprobs
 from pagedserve.step import TokenLogprobs
 
 UNUSABLE_LOGITS = "the model's output is not a number for every token"
-NO_TOKEN_LEFT = "logit_bias, allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+NO_TOKEN_LEFT = (
+    "structured output, logit_bias, allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +49,9 @@ class Sampler:
         num_top = min(num_top, self.vocab_size)
         return token_logprobs(torch.log_softmax(logits, dim=-1), token_ids, [num_top] * len(token_ids))
 
-    def __call__(self, logits: torch.Tensor, batch: SamplingBatch, history: TokenHistory) -> SamplerOutput:
+    def __call__(
+        self, logits: torch.Tensor, batch: SamplingBatch, history: TokenHistory, masks: TokenMasks | None = None
+    ) -> SamplerOutput:
         """Samples `logits` float32 [batch, >= vocab_size], which it may overwrite. `batch` is made for this sampler's
         `vocab_size`."""
         logits = logits[:, : self.vocab_size]
@@ -55,9 +60,11 @@ class Sampler:
         if batch.beam:
             # transformers' beam search applies its processors to log-probabilities; so do we.
             logits[batch.beam] = torch.log_softmax(take_rows(logits, batch.beam), dim=-1)
+        if masks is not None:
+            ops.apply_token_bitmask(logits, masks.rows, masks.masks)
         for processor in batch.processors:
             processor.apply(logits, history)
-        if batch.processors:
+        if batch.processors or masks is not None:
             for i in sanitize(logits):
                 errors.setdefault(i, NO_TOKEN_LEFT)
 

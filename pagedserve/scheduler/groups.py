@@ -32,6 +32,8 @@ class Groups:
         self.by_id: dict[str, Group] = {}
         self.owners: dict[int, tuple[Sequence, Group]] = {}
         self.waiting = GroupQueue()
+        # Groups that cannot wait for their turn yet, because their grammar is being compiled.
+        self.blocked: dict[str, Group] = {}
         self.preempted = GroupQueue()
         # By key: the last one gives way first.
         self.running: list[Group] = []
@@ -58,6 +60,8 @@ class Groups:
         """A live sibling with the parent's tokens; its table and row are the caller's to make."""
         child = self.new_sequence(choice_index, parent.token_ids.copy(), parent.num_prompt_tokens)
         child.status = SequenceStatus.RUNNING
+        if parent.constraint is not None:
+            child.constraint = parent.constraint.fork()
         group.sequences.append(child)
         group.live.append(child)
         self.num_live += 1
@@ -152,6 +156,7 @@ class Groups:
             self.leave(group)
         self.waiting.remove(group)
         self.preempted.remove(group)
+        self.blocked.pop(group.request_id, None)
         for sequence in group.live + group.parked:
             sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
             self._forget(sequence)
@@ -207,7 +212,7 @@ class Groups:
         stats, cache = self.stats, self.cache
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.blocked),
             num_swapped=len(self.preempted),
             kv_cache_usage=cache.device.usage,
             host_cache_usage=cache.host.usage,
@@ -236,11 +241,12 @@ class Groups:
             assert unfinished and {s.seq_id for s in unfinished} == {s.seq_id for s in group.unfinished}
             assert all(s.status is group.status and self.owners[s.seq_id] == (s, group) for s in unfinished)
             place = places.get(group.status) or (self.preempted if group.num_preemptions else self.waiting)
-            assert group in place, f"{group.request_id} is {group.status} but not where it belongs"
+            is_there = (group in place) is not (group.request_id in self.blocked)
+            assert is_there, f"{group.request_id} is {group.status} but not where it belongs"
             assert all(s.num_computed_tokens == 0 for s in group.parked)
             assert group.live or group in self.parking
         assert num_sequences == len(self.owners) == self.cache.num_tables
-        assert len(self.by_id) == len(self.running) + len(self.waiting) + len(self.preempted)
+        assert len(self.by_id) == len(self.running) + len(self.waiting) + len(self.blocked) + len(self.preempted)
 
 
 def set_status(group: Group, status: SequenceStatus) -> None:

@@ -24,6 +24,7 @@ from pagedserve.errors import (
 from pagedserve.kv_cache.manager import KVCacheManager
 from pagedserve.messages import EngineCoreOutputs, SchedulerStats
 from pagedserve.scheduler.branching import make_branching
+from pagedserve.scheduler.constraints import ConstrainedStop, Constraint, Constraints, FillMasks
 from pagedserve.scheduler.group import Group
 from pagedserve.scheduler.groups import Groups
 from pagedserve.scheduler.preemption import Preemption, PreemptionCosts
@@ -50,6 +51,7 @@ class Scheduler:
         max_model_len: int,
         bytes_per_block: int = 0,
         num_resident_blocks: int | None = None,
+        fill_masks: FillMasks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -70,25 +72,31 @@ class Scheduler:
         self._groups = Groups(self._cache, clock)
         self._preemption = Preemption(self._groups, PreemptionCosts(config.preemption_mode, bytes_per_block))
         self._results = Results(self._groups)
+        self._constraints = Constraints(self._groups, fill_masks)
         self._deadlines: list[tuple[float, int, Group]] = []
         self._arrivals = count()
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take a request in. Raises QueueFullError, or RequestError where it could never run."""
+        """Take a request in; one that asks for structured output waits for `constrain`, at its place in the order.
+
+        Raises QueueFullError, or RequestError where it could never run.
+        """
         self._refuse_impossible(request)
-        if self._max_queue_len and len(self._groups.waiting) >= self._max_queue_len:
+        num_waiting = len(self._groups.waiting) + len(self._groups.blocked)
+        if self._max_queue_len and num_waiting >= self._max_queue_len:
             low, high = _RETRY_AFTER
             retry_after = min(max(math.ceil(self._groups.seconds_per_finish), low), high)
             raise QueueFullError(
-                f"{len(self._groups.waiting)} requests are waiting already (--max-queue-len {self._max_queue_len}); "
+                f"{num_waiting} requests are waiting already (--max-queue-len {self._max_queue_len}); "
                 f"try again in {retry_after} s",
                 retry_after=retry_after,
             )
         arrival = next(self._arrivals)
         params = request.sampling_params
-        stop = StopRule(request, self._max_model_len)
+        is_constrained = params.structured_output is not None
+        stop = (ConstrainedStop if is_constrained else StopRule)(request, self._max_model_len)
         first = self._groups.new_sequence(0, request.prompt_token_ids.copy(), len(request.prompt_token_ids))
         branching = make_branching(params, stop, first)
         group = Group(
@@ -105,9 +113,26 @@ class Scheduler:
         self._cache.open(first, request, num_findable_tokens=num_findable_tokens)
         self._groups.owners[first.seq_id] = (first, group)
         self._groups.by_id[request.request_id] = group
-        self._groups.waiting.push(group)
+        if is_constrained:
+            self._groups.blocked[request.request_id] = group
+        else:
+            self._groups.waiting.push(group)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, arrival, group))
+
+    def constrain(self, request_id: str, constraint: Constraint) -> None:
+        """The grammar of a waiting request is ready; nothing happens where the request is gone."""
+        group = self._groups.blocked.pop(request_id, None)
+        if group is not None:
+            self._constraints.begin(group, constraint)
+            self._groups.waiting.push(group)
+
+    def withdraw(self, request_id: str) -> bool:
+        """Forget a request that waits for a grammar, without a word; False where it is gone."""
+        group = self._groups.blocked.get(request_id)
+        if group is not None:
+            self._groups.close(group, FinishReason.ERROR)
+        return group is not None
 
     def abort(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
         """End requests in whatever phase they are, and free all they hold; unknown ids are ignored."""
@@ -154,6 +179,8 @@ class Scheduler:
         stats.num_step_tokens += self._max_num_batched_tokens - left
         self._groups.rows.record(output)
         output.block_ops, output.replaced_blocks = self._cache.take_block_ops()
+        if self._constraints:
+            self._constraints.write_masks(output)
         return output
 
     def _serve(self, output: SchedulerOutput, groups: list[Group], left: int, owed: int) -> int:
@@ -310,7 +337,9 @@ class Scheduler:
         """Record what the step produced; returns the rows to report, and the requests that ended."""
         self._cache.commit()
         self._preemption.costs.observe(output, result)
+        self._constraints.end_failed()
         self._results.record(output, result)
+        self._constraints.end_failed()
         return self._report()
 
     def fail_step(self, output: SchedulerOutput, message: str) -> EngineCoreOutputs:

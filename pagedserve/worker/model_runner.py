@@ -14,7 +14,7 @@ import torch
 
 from pagedserve.attention import AttentionBackend
 from pagedserve.layers.attention import ForwardContext
-from pagedserve.sampling.batch import SamplingBatch, TokenHistory
+from pagedserve.sampling.batch import SamplingBatch, TokenHistory, TokenMasks
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.step import ModelRunnerOutput, SchedulerOutput
 from pagedserve.worker.graphs import StepGraph, StepInputs
@@ -109,7 +109,12 @@ class ModelRunner:
 
         rows = self._rows.rows_of(seq_ids)
         history = TokenHistory(self._rows.token_ids, rows, self._rows.num_tokens[rows])
-        drawn = self._sampler(logits, self._sampling_batch(seq_ids), history)
+        masks = None
+        if output.masked_seq_ids:
+            place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
+            places = [place[seq_id] for seq_id in output.masked_seq_ids]
+            masks = TokenMasks.unpack(places, output.token_masks, self._device)
+        drawn = self._sampler(logits, self._sampling_batch(seq_ids), history, masks)
         has_token = drawn.token_ids >= 0
         self._rows.append(rows[has_token], drawn.token_ids[has_token])
         return ModelRunnerOutput(

@@ -30,6 +30,7 @@ KNOWN_FLAGS = set(
     max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode watermark request-timeout
     executor
     chat-template generation-config pooling-type max-logprobs health-timeout
+    max-grammar-size grammar-timeout grammar-cache-size
     """.split()  # noqa: SIM905  (a list of forty strings is harder to read than the words)
 )
 
