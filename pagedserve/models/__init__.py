@@ -13,7 +13,12 @@ ARCHITECTURES: Registry[Any] = Registry(
     "architecture",
     {
         "LlamaForCausalLM": "pagedserve.models.llama:LlamaForCausalLM",
-        "MistralForCausalLM": "pagedserve.models.llama:LlamaForCausalLM",
+        "MistralForCausalLM": "pagedserve.models.llama:MistralForCausalLM",
+        "Qwen2ForCausalLM": "pagedserve.models.qwen:Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "pagedserve.models.qwen:Qwen3ForCausalLM",
+        "OPTForCausalLM": "pagedserve.models.opt:OPTForCausalLM",
+        "GPT2LMHeadModel": "pagedserve.models.gpt2:GPT2LMHeadModel",
+        "GPTNeoXForCausalLM": "pagedserve.models.gpt_neox:GPTNeoXForCausalLM",
     },
 )
 

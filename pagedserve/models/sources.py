@@ -177,5 +177,5 @@ class DummySource(WeightSource):
     def dense(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.full(shape, 1.0 if name.endswith("norm.weight") else 0.0, dtype=self._dtype)
+            return torch.full(shape, 1.0 if name.endswith(".weight") else 0.0, dtype=self._dtype)
         return torch.randn(shape, generator=self._generator, dtype=self._dtype) / math.sqrt(shape[-1])

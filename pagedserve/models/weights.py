@@ -5,20 +5,23 @@ A model is built by asking for its layers here, so there is no moment at which a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pagedserve.errors import ModelLoadError
 from pagedserve.layers.embedding import DenseEmbedding, Embedding, PackedEmbedding, SharedEmbedding
 from pagedserve.layers.linear import Linear
-from pagedserve.layers.norm import RMSNorm
+from pagedserve.layers.norm import LayerNorm, RMSNorm
 from pagedserve.models.sources import WeightSource
 from pagedserve.quantization.method import LinearWeight, QuantMethod, RoundingError
 from pagedserve.quantization.packed_cache import PackedCache
 
-# Tensors that old exporters wrote although they follow from the config.
-_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# Tensors that old exporters wrote although they follow from the config: rotary tables, causal masks.
+_DERIVED = (
+    *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+)
 _MAX_NAMED = 8
 
 
@@ -54,17 +57,39 @@ class Weights:
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.vector(f"{name}.weight", size), eps)
 
+    def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
+        return LayerNorm(self.vector(f"{name}.weight", size), self.vector(f"{name}.bias", size) if bias else None, eps)
+
     def linear(
-        self, names: str | Sequence[str], out_features: int | Sequence[int], in_features: int, *, bias: bool
+        self,
+        names: str | Sequence[str],
+        out_features: int | Sequence[int],
+        in_features: int,
+        *,
+        bias: bool,
+        order: torch.Tensor | None = None,
+        transposed: bool = False,
     ) -> Linear:
-        """One projection, or several of the same input with their rows stacked in the order given."""
+        """One projection, or several of the same input with their rows stacked in the order given.
+
+        `order`, int64 [out_features], picks the rows (and biases) of a single matrix; `transposed`: the file holds
+        [in_features, out_features].
+        """
         names = [names] if isinstance(names, str) else list(names)
         sizes = [out_features] if isinstance(out_features, int) else list(out_features)
         for name, size in zip(names, sizes, strict=True):
-            self._take(f"{name}.weight", (size, in_features))
-        weight = self._matrix([f"{name}.weight" for name in names], sum(sizes), in_features, self._quant)
+            self._take(f"{name}.weight", (in_features, size) if transposed else (size, in_features))
+        full_names = [f"{name}.weight" for name in names]
+
+        def arrange(matrix: torch.Tensor) -> torch.Tensor:
+            matrix = matrix.T if transposed else matrix
+            return matrix if order is None else matrix[order]
+
+        rearranged = order is not None or transposed
+        weight = self._matrix(full_names, sum(sizes), in_features, self._quant, arrange if rearranged else None)
         biases = [self.vector(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)] if bias else []
-        return Linear(weight, torch.cat(biases) if biases else None)
+        joined = torch.cat(biases) if biases else None
+        return Linear(weight, joined if order is None or joined is None else joined[order.to(joined.device)])
 
     def embedding_and_head(
         self, embedding: str, head: str, *, vocab_size: int, hidden_size: int, tied: bool
@@ -91,6 +116,22 @@ class Weights:
         self.nbytes += lookup.nbytes
         return lookup, Linear(head_weight)
 
+    def position_embedding(self, name: str, num_positions: int, hidden_size: int, *, offset: int = 0) -> Embedding:
+        """Learned positions: rows of a table that begins `offset` rows before position 0."""
+        name = f"{name}.weight"
+        self._take(name, (num_positions + offset, hidden_size))
+        table = DenseEmbedding(self._source.dense(name)[offset:].to(self._device), self._dtype)
+        self.nbytes += table.nbytes
+        return table
+
+    def prefix_of(self, name: str, prefixes: Sequence[str]) -> str:
+        """The first prefix under which the file has the tensor; the last one where it has none."""
+        return next((prefix for prefix in prefixes if self._source.has(prefix + name)), prefixes[-1])
+
+    def leave_out(self, *prefixes: str) -> None:
+        """Tensors whose names begin so belong to parts of the model that are not served."""
+        self._taken.update(name for name in self._source.names() if name.startswith(prefixes))
+
     def finish(self) -> None:
         """ModelLoadError for tensors that nobody asked for: the model is not what the config says."""
         extra = [n for n in self._source.names() if n not in self._taken and not n.endswith(_DERIVED)]
@@ -108,12 +149,23 @@ class Weights:
     def _equal(self, first: str, second: str) -> bool:
         return torch.equal(self._source.dense(first), self._source.dense(second))
 
-    def _matrix(self, names: Sequence[str], out_features: int, in_features: int, quant: QuantMethod) -> LinearWeight:
+    def _matrix(
+        self,
+        names: Sequence[str],
+        out_features: int,
+        in_features: int,
+        quant: QuantMethod,
+        arrange: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> LinearWeight:
+        """`arrange` makes [out_features, in_features] of each dense tensor."""
         cache = None if quant.cache_key is None else self._cache
         key = f"{quant.cache_key} {' '.join(names)}"
         weight = None if cache is None else cache.get(key, (out_features, in_features))
         if weight is None:
-            weight = self._packed(names, in_features, quant)
+            if arrange is None:
+                weight = self._packed(names, in_features, quant)
+            else:
+                weight = quant.from_dense([arrange(self._source.dense(name)) for name in names])
             if cache is not None:
                 cache.add(key, weight)
         self.nbytes += weight.nbytes

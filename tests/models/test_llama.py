@@ -13,8 +13,9 @@ from transformers import MistralConfig as HFMistralConfig
 
 from pagedserve.errors import ConfigError, ModelLoadError
 from pagedserve.kernels import native
+from pagedserve.models import model_class
+from pagedserve.models.decoder import DecoderConfig
 from pagedserve.models.hf_config import resolve_max_model_len
-from pagedserve.models.llama import LlamaConfig
 from tests.helpers.checkpoints import llama_config, tiny_llama
 from tests.helpers.paged_model import PagedModel
 
@@ -205,7 +206,7 @@ def test_a_shorter_table_serves_the_same_numbers(tmp_path: Path) -> None:
 )
 def test_a_wrong_config_is_named(fields: dict[str, Any], message: str) -> None:  # C089
     with pytest.raises(ModelLoadError, match=message):
-        LlamaConfig.from_hf(llama_config(**fields))
+        DecoderConfig.from_hf(llama_config(**fields))
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
@@ -213,19 +214,19 @@ def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) ->
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 1}
     config = {"architectures": [architecture], "num_attention_heads": 16, **sizes}
     theirs = {"LlamaForCausalLM": HFLlamaConfig, "MistralForCausalLM": HFMistralConfig}[architecture](**config)
-    ours = LlamaConfig.from_hf(config)
+    ours = model_class(config).config_class.from_hf(config)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == theirs.head_dim
     assert ours.max_model_len == theirs.max_position_embeddings
     assert ours.sliding_window == getattr(theirs, "sliding_window", None)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.hidden_act == theirs.hidden_act
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
 def test_a_longer_length_than_the_model_reaches_is_refused() -> None:  # C090
-    config = LlamaConfig.from_hf(
+    config = DecoderConfig.from_hf(
         llama_config(max_position_embeddings=64, rope_scaling={"type": "linear", "factor": 2.0})
     )
     assert resolve_max_model_len(config.max_model_len, None) == 128

@@ -1,0 +1,149 @@
+"""Every native architecture against transformers' eager attention, on a tiny random checkpoint that transformers made.
+
+One entry in CASES proves an architecture: logits over a prompt and 32 decoded tokens within 1e-4 in fp32, greedy ids
+equal, by hand over paged KV and through the whole engine, in chunks of 1, 7 and 64, with and without prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pagedserve import LLM, SamplingParams
+from pagedserve.kernels import native
+from pagedserve.model_files import resolve
+from pagedserve.models import ARCHITECTURES, FALLBACK, model_class
+from pagedserve.registry import load
+from tests.helpers.byte_tokenizer import VOCAB_SIZE
+from tests.helpers.hf_checkpoints import GPT_SIZES, SIZES, write_random
+from tests.helpers.paged_model import PagedModel
+
+PROMPT_LEN, NUM_TOKENS = 45, 32
+CHUNKS = (1, 7, 64)
+# Two best logits nearer than this could be swapped by another order of additions.
+MIN_MARGIN = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config of transformers: its model_type, and what differs from SIZES (or replaces it)."""
+
+    model_type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
+    seed: int = 0
+    max_model_len: int | None = None
+
+
+OPT_SIZES = {**{k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}, "ffn_dim": 96}
+WINDOW = 9  # far below PROMPT_LEN + NUM_TOKENS
+
+CASES: dict[str, Case] = {
+    "llama": Case("llama"),
+    "mistral with a window": Case("mistral", {"sliding_window": WINDOW}),
+    "mistral": Case("mistral", {"sliding_window": None, "head_dim": 24}),
+    "qwen2": Case("qwen2"),
+    "qwen2 with windows": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
+    ),
+    "qwen3": Case("qwen3", {"head_dim": 32}),
+    "qwen3 with biases, tied": Case("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "opt": Case("opt", sizes=OPT_SIZES),
+    "gpt2": Case("gpt2", sizes=GPT_SIZES),
+    "gpt2, other sizes": Case(
+        "gpt2", {"n_inner": 96, "activation_function": "relu", "tie_word_embeddings": False}, GPT_SIZES
+    ),
+    "gpt_neox": Case("gpt_neox"),
+    "gpt_neox, one after the other": Case(
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A checkpoint, and what transformers makes of a prompt: greedy ids, and logits before each of the tokens."""
+
+    folder: Path
+    prompt: list[int]
+    output: list[int]
+    logits: torch.Tensor  # fp32 [PROMPT_LEN + NUM_TOKENS, vocab]
+
+
+_oracles: dict[str, Oracle] = {}
+
+
+@pytest.fixture
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    name = request.param
+    if name not in _oracles:
+        case = CASES[name]
+        folder = tmp_path_factory.mktemp("architecture")
+        model = write_random(folder, case.model_type, seed=case.seed, tokenizer=True, **{**case.sizes, **case.changes})
+        _oracles[name] = Oracle(folder, *_greedy(model))
+    return _oracles[name]
+
+
+@torch.inference_mode()
+def _greedy(model: Any) -> tuple[list[int], list[int], torch.Tensor]:
+    """One whole forward a token: no cache that could be wrong."""
+    prompt = random.Random(7).choices(range(4, VOCAB_SIZE), k=PROMPT_LEN)
+    ids = list(prompt)
+    for _ in range(NUM_TOKENS):
+        best = model(torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+        assert best.values[0] - best.values[1] > MIN_MARGIN, "this model cannot tell; take another seed"
+        ids.append(int(best.indices[0]))
+    return prompt, ids[PROMPT_LEN:], model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+every_case = pytest.mark.parametrize("oracle", CASES, indirect=True)
+
+
+def test_every_architecture_has_a_case() -> None:
+    proved = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type] for case in CASES.values()}
+    assert proved >= set(ARCHITECTURES)
+
+
+@every_case
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_logits_equal_transformers(oracle: Oracle, backend: str, request: pytest.FixtureRequest) -> None:
+    if backend == "cpu" and not native.available():
+        pytest.skip("the native CPU library is not built")
+    assert model_class(resolve(str(oracle.folder)).config) is not load(FALLBACK)
+    case = CASES[request.node.callspec.params["oracle"]]
+    ids = oracle.prompt + oracle.output
+    paged = PagedModel(oracle.folder, backend=backend, max_model_len=case.max_model_len)
+    for seq_id, chunk in enumerate(CHUNKS):
+        found = torch.cat(
+            (
+                paged.logits(oracle.prompt, chunk=chunk, seq_id=seq_id),
+                paged.logits(oracle.output, chunk=1 if chunk == 7 else chunk, seq_id=seq_id),
+            )
+        )
+        torch.testing.assert_close(found, oracle.logits[: len(ids)], atol=1e-4, rtol=1e-4)
+
+
+@every_case
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_the_engine_answers_as_transformers(
+    oracle: Oracle, chunk: int, prefix_cache: bool, request: pytest.FixtureRequest
+) -> None:
+    """The prompt twice, the second time with what the first left in the cache, and once beside a stranger."""
+    case = CASES[request.node.callspec.params["oracle"]]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    settings = {"max_num_batched_tokens": chunk, "enable_prefix_caching": prefix_cache, "max_num_seqs": 4}
+    if case.max_model_len is not None:
+        settings["max_model_len"] = case.max_model_len
+    with LLM(str(oracle.folder), num_device_blocks=64, num_threads=1, model_impl="native", **settings) as llm:
+        for prompts in ([oracle.prompt], [oracle.prompt, oracle.prompt[:20]]):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert outputs[0].outputs[0].token_ids == oracle.output
+        assert (outputs[0].num_cached_tokens or 0) > 0 if prefix_cache else not outputs[0].num_cached_tokens
