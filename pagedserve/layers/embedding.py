@@ -63,3 +63,15 @@ class SharedEmbedding(Embedding):
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._head.rows(token_ids).to(self._dtype)
+
+
+class ScaledEmbedding(Embedding):
+    """Rows of another embedding times a number."""
+
+    def __init__(self, rows: Embedding, factor: float):
+        self._rows = rows
+        self._factor = factor
+        self.nbytes = rows.nbytes
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return ops.scale(self._rows(token_ids), self._factor)

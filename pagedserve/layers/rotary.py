@@ -173,12 +173,16 @@ def _yarn(rope: RopeConfig, num_positions: int) -> InvFreq:
 
 
 def _longrope(rope: RopeConfig, num_positions: int) -> InvFreq:
-    """LongRoPE (arXiv 2402.13753) with one list of divisors; GGUF files state Llama 3's rule in this form."""
-    divisors = rope.settings.get("short_factor")
-    if divisors != rope.settings.get("long_factor"):
-        raise ModelLoadError("rope_type 'longrope' with different factors for short and long texts is not supported")
+    """LongRoPE (arXiv 2402.13753): one list of divisors for models that serve up to the original length, another for
+    those that serve more. GGUF files state Llama 3's rule in this form, with both lists the same.
+
+    The served length decides, not a text's own: cached keys cannot be rotated anew when a text outgrows the original
+    length, and what a text is answered with must not depend on who else is in the batch.
+    """
+    name = "long_factor" if num_positions > rope.original_len else "short_factor"
+    divisors = rope.settings.get(name)
     if not isinstance(divisors, list) or len(divisors) != rope.rotary_dim // 2:
-        raise ModelLoadError(f"rope scaling: short_factor must be a list of {rope.rotary_dim // 2} numbers")
+        raise ModelLoadError(f"rope scaling: {name} must be a list of {rope.rotary_dim // 2} numbers")
     inv_freq = 1.0 / (torch.tensor(divisors, dtype=torch.float32) * rope.theta ** _exponents(rope))
     if rope.settings.get("attention_factor") is not None:
         return inv_freq, rope.number("attention_factor")

@@ -31,6 +31,9 @@ class Fields:
             raise _wrong(name, value, "a number")
         return float(value)
 
+    def optional_number(self, name: str) -> float | None:
+        return None if self._config.get(name) is None else self.number(name)
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):

@@ -47,15 +47,16 @@ class Weights:
         self.nbytes = 0  # of all layers made so far
         self.rounding_error: RoundingError | None = None  # of what was quantised while loading
 
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        """A norm's weight or a bias, [size], in the dtype of the activations."""
+    def vector(self, name: str, size: int, *, offset: float = 0.0) -> torch.Tensor:
+        """A norm's weight or a bias, [size], plus `offset`, in the dtype of the activations."""
         self._take(name, (size,))
-        vector = self._source.dense(name).to(device=self._device, dtype=self._dtype, copy=True)
+        vector = (self._source.dense(name).float() + offset).to(device=self._device, dtype=self._dtype)
         self.nbytes += vector.nbytes
         return vector
 
-    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.vector(f"{name}.weight", size), eps)
+    def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
+        """`offset` is added to what the file holds."""
+        return RMSNorm(self.vector(f"{name}.weight", size, offset=offset), eps)
 
     def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
         return LayerNorm(self.vector(f"{name}.weight", size), self.vector(f"{name}.bias", size) if bias else None, eps)
