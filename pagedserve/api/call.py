@@ -18,8 +18,9 @@ from pagedserve import __version__
 from pagedserve.api import sse
 from pagedserve.api.body import read_json, unknown_fields, validate
 from pagedserve.api.chunks import ChunkWriter
-from pagedserve.api.generation import until_gone
+from pagedserve.api.generation import UsageCounter, until_gone
 from pagedserve.api.protocol.common import HARMLESS_FIELDS, GenerationRequest, is_safe_id, refuse_unsupported
+from pagedserve.api.request_log import Entry
 from pagedserve.api.state import ApiState
 from pagedserve.errors import RequestError
 from pagedserve.sequence import IDLE_PRIORITY
@@ -62,6 +63,14 @@ def warning_headers(state: ApiState, ignored: list[str]) -> dict[str, str]:
     return {WARNING_HEADER: f"unknown fields have no effect: {names}"[:MAX_WARNING_LEN]}
 
 
+def make_idle(request: Request, body: Any) -> None:
+    """A line of a batch goes behind everybody else, and only its batch's end limits how long it may wait."""
+    if getattr(request.state, "is_idle", False):
+        body.priority = IDLE_PRIORITY
+        if "timeout" in type(body).model_fields:
+            body.timeout = body.timeout or IDLE_TIMEOUT
+
+
 @dataclass(slots=True)
 class GenerationCall(Generic[Body]):
     """One request for generated text, as its route needs it."""
@@ -73,6 +82,7 @@ class GenerationCall(Generic[Body]):
     headers: dict[str, str]
     request_id: str
     response_id: str
+    usage: UsageCounter
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -120,17 +130,20 @@ def call_for(request: Request, body: Body, ignored: list[str], prefix: str) -> G
         ignored.append("service_tier")
     if body.priority and not state.priorities_count:
         raise RequestError("priority has a meaning only with --scheduling-policy priority", param="priority")
-    if getattr(request.state, "is_idle", False):
-        # A line of a batch: behind everybody else, and only its batch's end limits how long it may wait.
-        body.priority = IDLE_PRIORITY
-        body.timeout = body.timeout or IDLE_TIMEOUT
+    make_idle(request, body)
     request_id = body.request_id or request.state.client_request_id or uuid.uuid4().hex
+    model_name = state.served_name(body.model)
+    headers = warning_headers(state, ignored)
+    entry = Entry(request_id, request.url.path, model_name, getattr(body, "num_prompts", 1))
+    state.requests.add(entry)
+    request.state.request_id = request_id
     return GenerationCall(
         state=state,
         http=request,
         body=body,
-        model_name=state.served_name(body.model),
-        headers=warning_headers(state, ignored),
+        model_name=model_name,
+        headers=headers,
         request_id=request_id,
         response_id=f"{prefix}{request_id}",
+        usage=entry.usage,
     )

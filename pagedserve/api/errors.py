@@ -82,6 +82,10 @@ class MediaTypeError(RequestError):
     status_code = 415
 
 
+class AbortedByClientError(RequestAbortedError):
+    """Somebody asked for this request's end: 499, for SDKs would try a 503 again."""
+
+
 class ClientGoneError(RequestAbortedError):
     """Nobody is left to answer; 499 in the log and the metrics, as nginx has it."""
 
@@ -134,8 +138,8 @@ def reply_to(error: BaseException) -> ErrorReply:
         return ErrorReply(429, str(error), headers=(("Retry-After", str(error.retry_after)),))
     if isinstance(error, DeadlineExceededError):
         return ErrorReply(408, str(error) or "the request's deadline passed")
-    if isinstance(error, ClientGoneError):
-        return ErrorReply(499, str(error))
+    if isinstance(error, ClientGoneError | AbortedByClientError):
+        return ErrorReply(499, str(error), code="aborted")
     if isinstance(error, RequestAbortedError):
         return ErrorReply(503, str(error) or "the request was aborted", code="aborted", headers=_retry_soon())
     if isinstance(error, EngineDeadError):

@@ -12,12 +12,12 @@ from starlette.requests import Request
 
 from pagedserve.api.errors import ClientGoneError
 from pagedserve.api.protocol.common import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
-from pagedserve.api.state import ApiState
 from pagedserve.errors import ContextLengthError, PagedServeError, RequestAbortedError
-from pagedserve.outputs import RequestOutput
+from pagedserve.outputs import RequestMetrics, RequestOutput
 from pagedserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from pagedserve.api.state import ApiState
     from pagedserve.engine.async_llm_engine import AsyncLLMEngine
 
 Result = TypeVar("Result")
@@ -107,7 +107,7 @@ async def until_gone(state: ApiState, request: Request, work: Coroutine[Any, Any
     """The result of `work`, which is cancelled when the client leaves (ClientGoneError) or the server ends it."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(wait_gone(request))
-    with state.in_flight.track(task) as running:
+    with state.in_flight.track(task, request) as running:
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -168,29 +168,34 @@ class UsageCounter:
     """Counts tokens of one HTTP request over its prompts and choices, as outputs come."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, RequestOutput] = {}
+        # By prompt: tokens, tokens found in the prefix cache, times.
+        self._prompts: dict[int, tuple[int, int, RequestMetrics | None]] = {}
         self._num_completion_tokens = 0
         # Whoever takes the text apart knows.
         self.num_reasoning_tokens = 0
 
     def take(self, prompt_index: int, output: RequestOutput) -> None:
         """Count what is new in `output`."""
-        self._prompts[prompt_index] = output
+        self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens, output.metrics)
         # What best_of computes and does not return is paid for all the same, as OpenAI counts it.
         self._num_completion_tokens += output.num_discarded_tokens
         for choice in output.outputs:
             self._num_completion_tokens += len(choice.delta_token_ids)
 
+    @property
+    def metrics(self) -> list[RequestMetrics]:
+        """Times of the prompts that have begun."""
+        return [metrics for _, _, metrics in self._prompts.values() if metrics is not None]
+
     def usage(self) -> Usage:
         """The usage so far."""
-        prompts = self._prompts.values()
-        metrics = [output.metrics for output in prompts if output.metrics is not None]
-        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in prompts)
+        prompts, metrics = self._prompts.values(), self.metrics
+        num_prompt_tokens = sum(num_tokens for num_tokens, _, _ in prompts)
         return Usage(
             num_prompt_tokens,
             self._num_completion_tokens,
             num_prompt_tokens + self._num_completion_tokens,
-            PromptTokensDetails(sum(output.num_cached_tokens for output in prompts)),
+            PromptTokensDetails(sum(num_cached for _, num_cached, _ in prompts)),
             CompletionTokensDetails(
                 sum(m.num_preemptions for m in metrics),
                 sum(m.num_wasted_tokens for m in metrics),

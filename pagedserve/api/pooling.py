@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from starlette.requests import Request
 
-from pagedserve.api.call import read_body, warning_headers
+from pagedserve.api.call import make_idle, read_body, warning_headers
 from pagedserve.api.generation import tokenize
 from pagedserve.api.protocol.common import PromptTokensDetails
 from pagedserve.api.protocol.embeddings import PoolingRequest, PoolingUsage
@@ -55,13 +55,16 @@ async def open_pooling(request: Request, model: type[Body]) -> PoolingCall[Body]
     body.check()
     if body.priority and not state.priorities_count:
         raise RequestError("priority has a meaning only with --scheduling-policy priority", param="priority")
+    make_idle(request, body)
+    request_id = body.request_id or request.state.client_request_id or uuid.uuid4().hex
+    request.state.request_id = request_id
     return PoolingCall(
         state=state,
         http=request,
         body=body,
         model_name=state.served_name(body.model),
         headers=warning_headers(state, ignored),
-        request_id=body.request_id or request.state.client_request_id or uuid.uuid4().hex,
+        request_id=request_id,
     )
 
 

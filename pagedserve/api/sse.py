@@ -58,7 +58,7 @@ async def respond(
     """
     first = asyncio.create_task(_first(events))
     gone = asyncio.create_task(wait_gone(request))
-    with state.in_flight.track(first) as running:
+    with state.in_flight.track(first, request) as running:
         try:
             await asyncio.wait((first, gone), timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if first.done():
@@ -71,7 +71,7 @@ async def respond(
             if isinstance(error, asyncio.CancelledError) and running.error is not None:
                 raise running.error from None
             raise
-    return EventStream(state, first, gone, events, headers, framing)
+    return EventStream(state, request, first, gone, events, headers, framing)
 
 
 class EventStream(Response):
@@ -82,6 +82,7 @@ class EventStream(Response):
     def __init__(
         self,
         state: ApiState,
+        request: Request,
         first: asyncio.Task[bytes],
         gone: asyncio.Task[None],
         events: AsyncGenerator[bytes, None],
@@ -92,6 +93,7 @@ class EventStream(Response):
         # An empty Response carries a length; a stream has none.
         del self.headers["content-length"]
         self._state = state
+        self._request = request
         self._first = first
         self._gone = gone
         self._events = events
@@ -103,7 +105,7 @@ class EventStream(Response):
         pump = asyncio.create_task(self._pump(send))
         keep_alive = asyncio.create_task(self._keep_alive(send))
         error: Exception | None = None
-        with self._state.in_flight.track(pump) as running:
+        with self._state.in_flight.track(pump, self._request) as running:
             try:
                 await asyncio.wait((pump, self._gone), return_when=asyncio.FIRST_COMPLETED)
                 # A client that has gone and an answer that has ended look alike: then both tasks are done.

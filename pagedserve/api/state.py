@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from starlette.requests import HTTPConnection
+
 from pagedserve.api.parsed_output import OutputFormats
+from pagedserve.api.request_log import RequestLog
 from pagedserve.api.responses_store import ResponseStore
 from pagedserve.config import ServerConfig, parse_bytes
 from pagedserve.errors import EngineDeadError, NotFoundError, PagedServeError
@@ -33,6 +36,7 @@ class Running:
     """One request that is being answered; `error` says why the server itself ended it."""
 
     task: asyncio.Task[object]
+    request_id: str | None = None
     error: PagedServeError | None = None
 
 
@@ -46,20 +50,26 @@ class InFlight:
         return len(self._running)
 
     @contextmanager
-    def track(self, task: asyncio.Task[object]) -> Iterator[Running]:
-        """Count `task` as running inside the block."""
-        running = Running(task)
+    def track(self, task: asyncio.Task[object], request: HTTPConnection) -> Iterator[Running]:
+        """Count `task`, which answers `request`, as running inside the block."""
+        running = Running(task, getattr(request.state, "request_id", None))
         self._running.add(running)
         try:
             yield running
         finally:
             self._running.discard(running)
 
-    def abort(self, error: PagedServeError) -> None:
-        """End all of them; each client is told `error`."""
-        for running in list(self._running):
+    def has(self, request_id: str) -> bool:
+        """Whether a request of that id is being answered."""
+        return any(running.request_id == request_id for running in self._running)
+
+    def abort(self, error: PagedServeError, request_id: str | None = None) -> bool:
+        """End all of them, or those of that id; each client is told `error`. False where there was none."""
+        ended = [running for running in self._running if request_id in (None, running.request_id)]
+        for running in ended:
             running.error = error
             running.task.cancel()
+        return bool(ended)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +86,7 @@ class ApiState:
     created: int = field(default_factory=lambda: int(time.time()))
     in_flight: InFlight = field(default_factory=InFlight)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    requests: RequestLog = field(default_factory=RequestLog)
     max_body_bytes: int = field(init=False)
     # Set by `build_app`, whose routes answer the lines of batches.
     batches: BatchService = field(init=False)

@@ -60,6 +60,10 @@ class CompletionRequest(GenerationRequest):
         if self.use_beam_search and self.echo and self.logprobs is not None:
             raise RequestError("beam search with echo and logprobs is not supported", param="echo")
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one entry each."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):

@@ -45,6 +45,12 @@ class TokenizeResponse(msgspec.Struct, omit_defaults=True):
     token_strs: list[str] | None = None
 
 
+class ApplyTemplateResponse(msgspec.Struct):
+    """The prompt as the chat template writes it."""
+
+    prompt: str
+
+
 class DetokenizeResponse(msgspec.Struct):
     """The text of the ids."""
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from pagedserve.api.call import GenerationCall, open_call
 from pagedserve.api.chat_message import delta_of, message_of
-from pagedserve.api.generation import UsageCounter, outputs, prepared_prompt
+from pagedserve.api.generation import outputs, prepared_prompt
 from pagedserve.api.openapi import documented
 from pagedserve.api.parsed_choice import ParsedChoice
 from pagedserve.api.parsed_events import Content, Event
@@ -57,7 +57,7 @@ class ChatAnswer:
         self._formats: OutputFormats = call.state.output_formats()
         self._params = self._sampling_params()
         self._texts = TokenTexts(engine.tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
-        self._usage = UsageCounter()
+        self._usage = call.usage
         self._parsed: list[ParsedChoice] = []
 
     def _sampling_params(self) -> SamplingParams:

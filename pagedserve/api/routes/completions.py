@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from pagedserve.api.call import GenerationCall, open_call
-from pagedserve.api.generation import UsageCounter, outputs, prepared_prompt
+from pagedserve.api.generation import outputs, prepared_prompt
 from pagedserve.api.openapi import documented
 from pagedserve.api.protocol.completions import (
     DEFAULT_MAX_TOKENS,
@@ -48,7 +48,7 @@ class CompletionAnswer:
         self._n = self._params.n
         self._texts = TokenTexts(engine.tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
         self._columns: dict[int, LogprobColumns] = {}
-        self._usage = UsageCounter()
+        self._usage = call.usage
 
     def _sampling_params(self) -> SamplingParams:
         body = self._body
@@ -62,7 +62,8 @@ class CompletionAnswer:
             params = params.with_(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         return params
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What the engine says, with the number of the prompt."""
         add_special_tokens = self._body.add_special_tokens is not False
         prompts = [
             await prepared_prompt(self._engine, prompt, self._body, add_special_tokens=add_special_tokens)
@@ -78,7 +79,7 @@ class CompletionAnswer:
     async def whole(self) -> CompletionResponse:
         """The answer once everything is there."""
         last: dict[int, RequestOutput] = {}
-        async with aclosing(self._outputs()) as stream:
+        async with aclosing(self.outputs()) as stream:
             async for prompt_index, output in stream:
                 last[prompt_index] = output
         choices = [
@@ -126,7 +127,7 @@ class CompletionAnswer:
         is_plain = body.logprobs is None and not body.return_token_ids and not body.wants_usage_always
         begun: set[int] = set()
         ended: set[int] = set()
-        async with aclosing(self._outputs()) as stream:
+        async with aclosing(self.outputs()) as stream:
             async for prompt_index, output in stream:
                 for choice in output.outputs:
                     index = prompt_index * self._n + choice.index

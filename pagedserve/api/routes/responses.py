@@ -183,7 +183,7 @@ def _start(call: GenerationCall[ChatCompletionRequest], answer: ResponseAnswer, 
     async def work() -> None:
         task = asyncio.current_task()
         assert task is not None
-        with state.in_flight.track(task) as running:
+        with state.in_flight.track(task, call.http) as running:
             try:
                 response.status = "in_progress"
                 await answer.whole()

@@ -10,6 +10,7 @@ from pagedserve.api.call import json_response, read_body, warning_headers
 from pagedserve.api.generation import tokenize
 from pagedserve.api.openapi import documented
 from pagedserve.api.protocol.tokenize import (
+    ApplyTemplateResponse,
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
@@ -43,6 +44,20 @@ async def tokenize_text(request: Request) -> Response:
         texts = TokenTexts(engine.tokenizer)
         response.token_strs = [texts.text(token_id) for token_id in ids]
     return json_response(response, warning_headers(state, ignored))
+
+
+@router.post("/apply_template", **documented(TokenizeRequest, ApplyTemplateResponse))
+async def apply_template(request: Request) -> Response:
+    """The prompt that a conversation becomes, as text."""
+    state: ApiState = request.app.state.api
+    body, ignored = await read_body(state, request, TokenizeRequest)
+    if body.messages is None:
+        raise RequestError("messages is required", param="messages")
+    body.check()
+    state.served_name(body.model)
+    template = state.ready_engine().chat_template
+    text = await asyncio.to_thread(template.render, body.messages, **body.template_options())
+    return json_response(ApplyTemplateResponse(text), warning_headers(state, ignored))
 
 
 @router.post("/detokenize", **documented(DetokenizeRequest, DetokenizeResponse))
