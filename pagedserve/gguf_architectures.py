@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
-import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pagedserve.errors import ModelLoadError
-from pagedserve.log import get_logger
-
-logger = get_logger(__name__)
+from pagedserve.gguf_config import Keys, short_float
 
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-_TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
-_CONTROL_TOKEN = 3
-_FLOAT32_MAX = 3.4e38
-# What the converter took from the model's generation_config.json.
-_SAMPLING_KEYS = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +23,24 @@ class Architecture:
     hf_class: str
     model_type: str
     # GGUF name without suffix -> Hugging Face name without suffix, outside and inside blocks.
-    top_names: Mapping[str, str]
+    top_names: Mapping[str, str] = field(default_factory=lambda: _TOP_NAMES)
     block_names: Mapping[str, str]
     # Rows that the converter interleaved for rotary embedding: block tensor -> metadata key of its number of heads.
-    rotary_rows: Mapping[str, str]
+    rotary_rows: Mapping[str, str] = field(default_factory=dict)
     # Tensors that are settings: they end up in the config, not among the weights.
-    config_tensors: frozenset[str] = frozenset({"rope_freqs.weight"})
-    # Fixed fields of the config.
-    extra: Mapping[str, Any]
+    config_tensors: frozenset[str] = frozenset(
+        {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+    )
+    # The converter added this to the weights of norms.
+    norm_offset: float = 0.0
+    # Fields of the config beyond those that all architectures share.
+    settings: Callable[[Keys, Mapping[str, Any]], dict[str, Any]]
 
     def hf_name(self, gguf_name: str, path: Path) -> str:
-        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; ModelLoadError names a stranger."""
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; ModelLoadError names a stranger.
+
+        The name of a tensor that holds many matrices has {} where their number belongs.
+        """
         block = _BLOCK_NAME.fullmatch(gguf_name)
         if block and block[2] in self.block_names:
             return f"model.layers.{block[1]}.{self.block_names[block[2]]}.{block[3]}"
@@ -66,40 +59,170 @@ class Architecture:
         return num_heads[0] if isinstance(num_heads, list) else num_heads
 
 
-_LLAMA = Architecture(
-    name="llama",
-    hf_class="LlamaForCausalLM",
-    model_type="llama",
-    top_names={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-    block_names={
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    },
-    rotary_rows={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"},
-    extra={"hidden_act": "silu"},
-)
+# ---- settings ------------------------------------------------------------------------------------------------------
 
-ARCHITECTURES = {architecture.name: architecture for architecture in (_LLAMA,)}
 
-# Keys below the architecture's prefix that `hf_config` understands, or that change nothing in the computation.
-_KNOWN_KEYS = frozenset(
-    (
-        *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
-        *("expert_count", "expert_used_count", "tensor_data_layout"),
-        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
-        *("attention.layer_norm_rms_epsilon", "attention.sliding_window"),
-        *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
-        *("rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.finetuned"),
-        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+def _llama(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"hidden_act": "silu"}
+    if num_experts := keys.integer("expert_count", 0):
+        settings |= {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": keys.integer("expert_used_count"),
+            "sliding_window": None,
+        }
+    return settings
+
+
+def _qwen(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    # The files say nothing of windows, and no released model uses them.
+    return {"hidden_act": "silu", "use_sliding_window": False}
+
+
+def _qwen3_moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_qwen(keys, config),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # of all released models; the files do not say
+    }
+
+
+def _phi3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length", 0) or None,
+        "sliding_window": config.get("sliding_window"),
+    }
+
+
+def _gemma2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scalar(config, num_layers_of_largest=46),
+        "attn_logit_softcapping": _cap(keys, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _cap(keys, "final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scalar(config, num_layers_of_largest=62),
+        "rope_local_base_freq": short_float(keys.number("rope.freq_base_swa", 10000.0)),
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", 6),
+        "attn_logit_softcapping": _cap(keys, "attn_logit_softcapping", 0.0),
+        "final_logit_softcapping": _cap(keys, "final_logit_softcapping", 0.0),
+    }
+
+
+def _query_scalar(config: Mapping[str, Any], num_layers_of_largest: int) -> int:
+    """The files do not hold it: it is the size of a head, but in the largest model of each family."""
+    if config["num_hidden_layers"] == num_layers_of_largest:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]
+
+
+def _cap(keys: Keys, name: str, default: float) -> float | None:
+    return short_float(keys.number(name, default)) or None
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_SANDWICH_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+# One tensor of three dimensions holds the matrices of all experts; {} is an expert's number.
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture(
+            name="llama",
+            hf_class="LlamaForCausalLM",
+            model_type="llama",
+            block_names={**_PRE_NORMS, **_ATTENTION, **_MLP, **_MIXTRAL_EXPERTS},
+            rotary_rows={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"},
+            settings=_llama,
+        ),
+        Architecture(
+            name="qwen2",
+            hf_class="Qwen2ForCausalLM",
+            model_type="qwen2",
+            block_names={**_PRE_NORMS, **_ATTENTION, **_MLP},
+            settings=_qwen,
+        ),
+        Architecture(
+            name="qwen3",
+            hf_class="Qwen3ForCausalLM",
+            model_type="qwen3",
+            block_names={**_PRE_NORMS, **_ATTENTION, **_HEAD_NORMS, **_MLP},
+            settings=_qwen,
+        ),
+        Architecture(
+            name="qwen3moe",
+            hf_class="Qwen3MoeForCausalLM",
+            model_type="qwen3_moe",
+            block_names={**_PRE_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS},
+            settings=_qwen3_moe,
+        ),
+        Architecture(
+            name="gemma2",
+            hf_class="Gemma2ForCausalLM",
+            model_type="gemma2",
+            block_names={**_SANDWICH_NORMS, **_ATTENTION, **_MLP},
+            norm_offset=1.0,
+            settings=_gemma2,
+        ),
+        Architecture(
+            name="gemma3",
+            hf_class="Gemma3ForCausalLM",
+            model_type="gemma3_text",
+            block_names={**_SANDWICH_NORMS, **_ATTENTION, **_HEAD_NORMS, **_MLP},
+            norm_offset=1.0,
+            settings=_gemma3,
+        ),
+        Architecture(
+            name="phi3",
+            hf_class="Phi3ForCausalLM",
+            model_type="phi3",
+            block_names={
+                **_PRE_NORMS,
+                "attn_qkv": "self_attn.qkv_proj",
+                "attn_output": "self_attn.o_proj",
+                "ffn_up": "mlp.gate_up_proj",
+                "ffn_down": "mlp.down_proj",
+            },
+            settings=_phi3,
+        ),
     )
-)
+}
 
 
 def architecture_of(metadata: Mapping[str, Any], path: Path) -> Architecture:
@@ -112,163 +235,3 @@ def architecture_of(metadata: Mapping[str, Any], path: Path) -> Architecture:
             f"{path} is one of {metadata['split.count']} parts of a model; join them first (llama-gguf-split --merge)"
         )
     return ARCHITECTURES[name]
-
-
-def hf_config(
-    architecture: Architecture,
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    rope_factors: list[float] | None,
-    path: Path,
-) -> dict[str, Any]:
-    """The config.json of the model. `shapes` maps GGUF tensor names to row-major shapes."""
-    keys = _Keys(architecture.name, metadata, path)
-    num_heads = keys.integer("attention.head_count")
-    hidden_size = keys.integer("embedding_length")
-    if "attention.key_length" not in keys and hidden_size % num_heads:
-        raise ModelLoadError(f"{path}: embedding_length {hidden_size} is not a multiple of {num_heads} heads")
-    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
-    if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise ModelLoadError(f"{path}: attention.value_length other than key_length is not supported")
-    if keys.integer("expert_count", 0) > 0:
-        raise ModelLoadError(f"{path}: mixture-of-experts GGUF files ({architecture.name}) are not supported")
-    if "token_embd.weight" not in shapes:
-        raise ModelLoadError(f"{path}: tensor token_embd.weight is missing")
-    config: dict[str, Any] = {
-        "architectures": [architecture.hf_class],
-        "model_type": architecture.model_type,
-        "vocab_size": shapes["token_embd.weight"][0],
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": keys.integer("context_length"),
-        "rms_norm_eps": _short_float(keys.number("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short_float(keys.number("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(keys, rope_factors),
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
-        "mlp_bias": "blk.0.ffn_down.bias" in shapes,
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        **architecture.extra,
-    }
-    rotary_dim = keys.integer("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        config["partial_rotary_factor"] = rotary_dim / head_dim
-    if "attention.sliding_window" in keys:
-        config["sliding_window"] = keys.integer("attention.sliding_window")
-    keys.warn_about_strangers()
-    return config
-
-
-def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation_config.json of the model: sampling defaults, bos, what ends a turn (the main id first)."""
-    prefix = "tokenizer.ggml."
-    ends = [metadata.get(f"{prefix}{key}_token_id") for key in ("eos", "eot", "eom")]
-    tokens = metadata.get(f"{prefix}tokens", ())
-    kinds = metadata.get(f"{prefix}token_type", ())
-    # Llama 3 files name only one of their ends; the others are known by their text, if they are control tokens.
-    ends += [
-        i
-        for i, (t, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL_TOKEN and t in _TURN_END_TOKENS
-    ]
-    unique = list(dict.fromkeys(i for i in ends if i is not None))
-    config = {
-        "bos_token_id": metadata.get(f"{prefix}bos_token_id"),
-        "pad_token_id": metadata.get(f"{prefix}padding_token_id"),
-    }
-    config["eos_token_id"] = unique if len(unique) > 1 else unique[0] if unique else None
-    for key, name in _SAMPLING_KEYS.items():
-        value = metadata.get(f"general.sampling.{key}")
-        config[name] = _short_float(value) if isinstance(value, float) and abs(value) < _FLOAT32_MAX else value
-    return {key: value for key, value in config.items() if value is not None}
-
-
-def _rope_scaling(keys: _Keys, factors: list[float] | None) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type", "none")
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
-    original_len = keys.integer("rope.scaling.original_context_length", 0)
-    if factors is not None:
-        # Llama 3.x: the converter evaluated the scaling rule into one divisor a frequency. LongRoPE with the same
-        # list for short and long texts, and no change of magnitude, is exactly that.
-        if not all(0.0 < f < _FLOAT32_MAX for f in factors):
-            raise ModelLoadError(f"{keys.path}: rope_freqs.weight holds numbers that cannot be divisors")
-        factors = [_short_float(f) for f in factors]
-        return {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": original_len or keys.integer("context_length"),
-        }
-    if kind == "none" and factor in (0.0, 1.0):
-        return None
-    if kind == "linear" or (kind == "none" and "rope.scale_linear" in keys):
-        return {"rope_type": "linear", "factor": _short_float(factor)}
-    if kind == "yarn":
-        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": _short_float(factor)}
-        if original_len:
-            scaling["original_max_position_embeddings"] = original_len
-        if "rope.scaling.attn_factor" in keys:
-            magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-            scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * magnitude
-        for name in ("beta_fast", "beta_slow"):
-            if f"rope.scaling.yarn_{name}" in keys:
-                scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
-        return scaling
-    raise ModelLoadError(f"{keys.path}: rope scaling type {kind!r} is not supported; known: none, linear, yarn")
-
-
-def _short_float(value: float) -> float:
-    """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-05."""
-    stored = struct.pack("<f", value)
-    for digits in range(1, 10):
-        candidate = float(f"{value:.{digits}g}")
-        if struct.pack("<f", candidate) == stored:
-            return candidate
-    return value
-
-
-class _Keys:
-    """Metadata below `<architecture>.`, with checked types."""
-
-    def __init__(self, prefix: str, metadata: Mapping[str, Any], path: Path):
-        self._prefix = prefix
-        self._metadata = metadata
-        self.path = path
-
-    def __contains__(self, key: str) -> bool:
-        return f"{self._prefix}.{key}" in self._metadata
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._metadata.get(f"{self._prefix}.{key}", default)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]  # one number a layer, all equal
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelLoadError(f"{self.path}: metadata {self._prefix}.{key} is {_shown(value)}, not a whole number")
-        if value < 0 or (value == 0 and default is None):
-            raise ModelLoadError(f"{self.path}: metadata {self._prefix}.{key} is {value}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _FLOAT32_MAX:
-            raise ModelLoadError(f"{self.path}: metadata {self._prefix}.{key} is {_shown(value)}, not a number")
-        return float(value)
-
-    def warn_about_strangers(self) -> None:
-        names = [k.removeprefix(f"{self._prefix}.") for k in self._metadata if k.startswith(f"{self._prefix}.")]
-        strangers = [name for name in names if name not in _KNOWN_KEYS]
-        if strangers:
-            logger.warning("%s: metadata not understood and left out: %s", self.path, ", ".join(strangers))
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else repr(value)[:80]

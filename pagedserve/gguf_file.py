@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from pagedserve.errors import ModelLoadError
-from pagedserve.gguf_architectures import Architecture, architecture_of, hf_config, hf_generation_config
+from pagedserve.gguf_architectures import Architecture, architecture_of
+from pagedserve.gguf_config import hf_config, hf_generation_config
 
 _MAGIC = b"GGUF"
 # Version 3 differs from 2 only in that big-endian files exist.
@@ -65,6 +66,9 @@ QUANT_TYPES = {
 }
 
 
+_FLOAT32 = QUANT_TYPES[0]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One entry of the tensor table. `shape` is row-major (out, in), the reverse of what the file writes."""
@@ -74,6 +78,13 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     num_bytes: int
+
+    def parts(self) -> list[TensorInfo]:
+        """The tensors that lie behind one another along the first dimension."""
+        count, size = self.shape[0], self.num_bytes // self.shape[0]
+        return [
+            replace(self, shape=self.shape[1:], offset=self.offset + i * size, num_bytes=size) for i in range(count)
+        ]
 
 
 class GGUFFile:
@@ -113,11 +124,16 @@ class GGUFFile:
 
     @cached_property
     def _by_hf_name(self) -> dict[str, TensorInfo]:
-        return {
-            self.architecture.hf_name(name, self.path): info
-            for name, info in self.tensors.items()
-            if name not in self.architecture.config_tensors
-        }
+        found: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            if name in self.architecture.config_tensors:
+                continue
+            hf_name = self.architecture.hf_name(name, self.path)
+            if "{}" in hf_name:
+                found.update({hf_name.format(i): part for i, part in enumerate(info.parts())})
+            else:
+                found[hf_name] = info
+        return found
 
     def tensor_names(self) -> list[str]:
         """Hugging Face names, in file order; tensors that are settings (rope_freqs) are in `config()` instead."""
@@ -152,12 +168,17 @@ class GGUFFile:
         return np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def quantized(self, name: str) -> tuple[QuantType, np.ndarray]:
-        """The tensor's bytes in Hugging Face row order: uint8 [num_rows, bytes_per_row].
+        """The tensor's bytes in Hugging Face row order, norms without the converter's offset: uint8 [num_rows,
+        bytes_per_row].
 
         Blocks run along a row, so permuting rows needs no dequantisation. A read-only view of the file where the
         orders agree, else a copy.
         """
         quant, rows = self.raw(name)
+        offset = self.architecture.norm_offset
+        if offset and name.endswith("norm.weight"):
+            shifted = _dequantize(quant, rows) - np.float32(offset)
+            return _FLOAT32, shifted.view(np.uint8).reshape(rows.shape[0], -1)
         permutation = self.row_permutation(name)
         if permutation is None:
             return quant, rows
@@ -184,9 +205,9 @@ class GGUFFile:
         num_rows = math.prod(info.shape[:-1])
         return np.asarray(flat).reshape(num_rows, info.num_bytes // num_rows)
 
-    def _rope_factors(self) -> list[float] | None:
-        info = self.tensors.get("rope_freqs.weight")
-        return None if info is None else _dequantize(info.quant, self._rows(info)).reshape(-1).tolist()
+    def _rope_factors(self) -> dict[str, list[float]]:
+        found = {name: info for name, info in self.tensors.items() if name in self.architecture.config_tensors}
+        return {name: _dequantize(info.quant, self._rows(info)).reshape(-1).tolist() for name, info in found.items()}
 
     def _read_alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)

@@ -94,6 +94,16 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _implementation(x).add(x, y)
 
 
+def route(
+    logits: torch.Tensor,  # [num_tokens, num_experts]
+    top_k: int,
+    *,
+    renormalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fp32 [num_tokens, top_k], int64 [num_tokens, top_k]
+    """A token's best experts and their softmax weights over all experts, best first; renormalized to sum to 1."""
+    return reference.route(logits, top_k, renormalize)
+
+
 def embedding(
     table: torch.Tensor,  # [num_rows, dim], any float dtype
     row_ids: torch.Tensor,  # int64 [num_tokens]

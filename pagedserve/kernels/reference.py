@@ -81,6 +81,11 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.add_(y)
 
 
+def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, experts = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
+
+
 def embedding(table: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return _into(out, table.index_select(0, row_ids))
 

@@ -16,6 +16,8 @@ ARCHITECTURES: Registry[Any] = Registry(
         "MistralForCausalLM": "pagedserve.models.llama:MistralForCausalLM",
         "Qwen2ForCausalLM": "pagedserve.models.qwen:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "pagedserve.models.qwen:Qwen3ForCausalLM",
+        "MixtralForCausalLM": "pagedserve.models.mixtral:MixtralForCausalLM",
+        "Qwen3MoeForCausalLM": "pagedserve.models.mixtral:Qwen3MoeForCausalLM",
         "Gemma2ForCausalLM": "pagedserve.models.gemma:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "pagedserve.models.gemma:Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration": "pagedserve.models.gemma:Gemma3ForConditionalGeneration",

@@ -70,11 +70,12 @@ class Weights:
         bias: bool,
         order: torch.Tensor | None = None,
         transposed: bool = False,
+        exact: bool = False,
     ) -> Linear:
         """One projection, or several of the same input with their rows stacked in the order given.
 
         `order`, int64 [out_features], picks the rows (and biases) of a single matrix; `transposed`: the file holds
-        [in_features, out_features].
+        [in_features, out_features]; `exact`: never quantised.
         """
         names = [names] if isinstance(names, str) else list(names)
         sizes = [out_features] if isinstance(out_features, int) else list(out_features)
@@ -87,7 +88,8 @@ class Weights:
             return matrix if order is None else matrix[order]
 
         rearranged = order is not None or transposed
-        weight = self._matrix(full_names, sum(sizes), in_features, self._quant, arrange if rearranged else None)
+        quant = self._quant.exact() if exact else self._quant
+        weight = self._matrix(full_names, sum(sizes), in_features, quant, arrange if rearranged else None)
         biases = [self.vector(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)] if bias else []
         joined = torch.cat(biases) if biases else None
         return Linear(weight, joined if order is None or joined is None else joined[order.to(joined.device)])

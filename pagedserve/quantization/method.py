@@ -121,6 +121,11 @@ class QuantMethod(ABC):
             ModelLoadError: the type is unknown, or the row size does not fit `in_features`.
         """
 
+    def exact(self) -> QuantMethod:
+        """The method for small matrices that decide much (a router): it keeps the numbers of the file; `self` by
+        default."""
+        return self
+
     def for_head(self) -> QuantMethod:
         """The method for the output head, which tolerates less than 8 bits badly; `self` by default."""
         return self

@@ -50,6 +50,9 @@ class DenseMethod(QuantMethod):
         self.changes_weights = self._rounded_to not in (None, torch.float32)
         self._dtype = dtype or self._rounded_to
 
+    def exact(self) -> QuantMethod:
+        return DenseMethod("auto", self._device, self._dtype)
+
     def from_dense(self, weight: torch.Tensor | Sequence[torch.Tensor]) -> LinearWeight:
         return self._stack(as_list(weight))
 

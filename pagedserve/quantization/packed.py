@@ -120,6 +120,9 @@ class PackedMethod(QuantMethod):
     def cache_key(self) -> str | None:
         return f"{self.name}-{self._format}"
 
+    def exact(self) -> QuantMethod:
+        return PackedMethod("auto")
+
     def for_head(self) -> QuantMethod:
         # 4-bit logits cost 20 times the perplexity that all other 4-bit matrices do.
         return PackedMethod("int8") if self._format == "int4" else self

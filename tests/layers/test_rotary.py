@@ -170,10 +170,6 @@ def test_a_part_of_the_head_is_rotated() -> None:
         ({"partial_rotary_factor": 2.0}, "rotary embedding of 128 of 64"),
         ({"original_max_position_embeddings": "8k"}, "original_max_position_embeddings is '8k'"),
         (
-            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}},
-            "different factors for short and long",
-        ),
-        (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
             "list of 32 numbers",
         ),
@@ -182,3 +178,14 @@ def test_a_part_of_the_head_is_rotated() -> None:
 def test_wrong_settings_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         rope_of({"max_position_embeddings": 128, **fields}).cos_sin(16)
+
+
+def test_longrope_takes_the_list_of_the_length_that_is_served() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32, "attention_factor": 1.0}
+    fields = {"max_position_embeddings": 512, "original_max_position_embeddings": 128, "rope_scaling": scaling}
+    rope = rope_of(fields, head_dim=64)
+    assert rope.max_model_len == 512
+    plain = rope_of({"max_position_embeddings": 512}, head_dim=64).cos_sin(512)
+    torch.testing.assert_close(rope.cos_sin(128), plain[:128])
+    # Positions count a quarter: in every row, also in those of short texts.
+    torch.testing.assert_close(rope.cos_sin(129)[::4], plain[:33], atol=1e-5, rtol=1e-5)

@@ -15,12 +15,14 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pagedserve import LLM, SamplingParams
+from pagedserve import LLM, SamplingParams, gguf_architectures
 from pagedserve.kernels import native
 from pagedserve.model_files import resolve
 from pagedserve.models import ARCHITECTURES, FALLBACK, model_class
+from pagedserve.quantization.packed import PackedMethod
 from pagedserve.registry import load
 from tests.helpers.byte_tokenizer import VOCAB_SIZE
+from tests.helpers.gguf_models import write_gguf
 from tests.helpers.hf_checkpoints import GPT_SIZES, SIZES, write_random
 from tests.helpers.paged_model import PagedModel
 
@@ -58,6 +60,7 @@ GEMMA = {
     "sliding_window": 9,
     "sliding_window_pattern": 3,
 }
+QWEN_MOE = {"num_experts": 6, "moe_intermediate_size": 32, "num_experts_per_tok": 3, "head_dim": 24}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -78,7 +81,17 @@ CASES: dict[str, Case] = {
     ),
     "qwen3": Case("qwen3", {"head_dim": 32}),
     "qwen3 with biases, tied": Case("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral": Case("mixtral", {"num_local_experts": 4}),
+    "mixtral with a window": Case(
+        "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": WINDOW}
+    ),
+    "qwen3_moe": Case("qwen3_moe", QWEN_MOE),
+    "qwen3_moe, released": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True, "head_dim": 32}),
+    "qwen3_moe, some layers dense": Case(
+        "qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2}
+    ),
     "gemma2": Case("gemma2", GEMMA),
+    "gemma2 as released": Case("gemma2", {**GEMMA, "query_pre_attn_scalar": 32, "head_dim": 32}),
     "gemma2 without caps": Case(
         "gemma2",
         {
@@ -90,6 +103,20 @@ CASES: dict[str, Case] = {
         },
     ),
     "gemma3": Case("gemma3_text", GEMMA),
+    "gemma3 as released": Case(
+        "gemma3_text",
+        {
+            **GEMMA,
+            "query_pre_attn_scalar": 32,
+            "head_dim": 32,
+            "num_hidden_layers": 6,
+            "sliding_window_pattern": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "gemma3, stretched": Case(
         "gemma3_text",
         {
@@ -178,6 +205,17 @@ def _greedy(model: Any) -> tuple[list[int], list[int], torch.Tensor] | None:
     return prompt, ids[PROMPT_LEN:], model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
+# GGUF architecture -> the case whose checkpoint is written as such a file. "llama" itself is in test_loader.py.
+GGUF_CASES = {
+    "llama": "mixtral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe, released",
+    "gemma2": "gemma2 as released",
+    "gemma3": "gemma3 as released",
+    "phi3": "phi3, long texts",
+}
+
 every_case = pytest.mark.parametrize("oracle", CASES, indirect=True)
 
 
@@ -203,6 +241,39 @@ def test_logits_equal_transformers(oracle: Oracle, backend: str, request: pytest
             )
         )
         torch.testing.assert_close(found, oracle.logits[: len(ids)], atol=1e-4, rtol=1e-4)
+
+
+def test_every_gguf_architecture_has_a_case() -> None:
+    assert set(GGUF_CASES) == set(gguf_architectures.ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("name", "oracle"), GGUF_CASES.items(), indirect=["oracle"], ids=GGUF_CASES)
+def test_gguf_files_give_the_logits_of_their_originals(tmp_path: Path, name: str, oracle: Oracle) -> None:
+    path = write_gguf(tmp_path / "model.gguf", name, oracle.folder)
+    found = PagedModel(path).logits(oracle.prompt + oracle.output, chunk=16)
+    torch.testing.assert_close(found, oracle.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "oracle"), GGUF_CASES.items(), indirect=["oracle"], ids=GGUF_CASES)
+def test_quantised_gguf_files_are_served_packed(tmp_path: Path, name: str, oracle: Oracle) -> None:
+    """The file's own 8 bits through native kernels, against the same numbers dequantised."""
+    if not native.available():
+        pytest.skip("the native CPU library is not built")
+    path = write_gguf(tmp_path / "model.gguf", name, oracle.folder, quant="Q8_0")
+    dense = PagedModel(path).logits(oracle.prompt, chunk=16)
+    packed = PagedModel(path, backend="cpu", quant=PackedMethod("auto")).logits(oracle.prompt, chunk=7)
+    assert (packed - dense).abs().mean() < 0.01 * dense.std()
+
+
+@pytest.mark.parametrize("oracle", ["qwen2", "gpt2", "opt", "gpt_neox", "phi3", "mixtral"], indirect=True)
+@pytest.mark.parametrize(("weights_dtype", "limit"), [("int8", 0.03), ("int4", 0.4)])
+def test_quantised_while_loading(oracle: Oracle, weights_dtype: str, limit: float) -> None:
+    """Biases, fused, transposed and expert matrices in integers: near the original, and the better the more bits."""
+    if not native.available():
+        pytest.skip("integer weights need the native CPU library, which is not built")
+    found = PagedModel(oracle.folder, backend="cpu", quant=PackedMethod(weights_dtype)).logits(oracle.prompt, chunk=16)
+    expected = oracle.logits[:PROMPT_LEN]
+    assert 1e-4 < (found - expected).abs().mean() / expected.std() < limit
 
 
 @every_case
