@@ -167,6 +167,9 @@ class ServerConfig:
 
     host: str = flag("127.0.0.1", help="address to listen on")
     port: int = flag(8000, help="port to listen on (0: any free one)")
+    ssl_certfile: str | None = flag(None, help="PEM certificate chain: serve HTTPS")
+    ssl_keyfile: str | None = flag(None, help="PEM private key (default: in the file of --ssl-certfile)")
+    ssl_ca_certs: str | None = flag(None, help="PEM authorities, one of which must have signed a client's certificate")
     served_model_name: tuple[str, ...] = flag((), help="names clients may use (default: the model's name)")
     api_key: tuple[str, ...] = flag((), help="key that clients must send; may be given several times")
     allowed_origins: tuple[str, ...] = flag((), help="origins of browsers that may call (CORS; default: none)")
@@ -187,6 +190,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: use a port from 0 to 65535")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout}: use 0 or more seconds")
         parse_bytes(self.max_body_size, "--max-body-size")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from pagedserve import __version__
 from pagedserve.api import sse
-from pagedserve.api.body import read_json, unknown_fields, validate
+from pagedserve.api.body import read_json, unknown_fields, validated
 from pagedserve.api.chunks import ChunkWriter
 from pagedserve.api.generation import UsageCounter, until_gone
 from pagedserve.api.protocol.common import HARMLESS_FIELDS, GenerationRequest, is_safe_id, refuse_unsupported
@@ -43,7 +43,7 @@ async def read_body(state: ApiState, request: Request, model: type[Body]) -> tup
     """The checked body, and the names of fields that have no effect. Raises RequestError (all of them in --strict)."""
     body = await read_json(request, state.max_body_bytes)
     refuse_unsupported(body, model.model_fields)
-    parsed = validate(model, body)
+    parsed = await validated(request, model, body)
     ignored = [name for name in unknown_fields(model, body) if name not in HARMLESS_FIELDS]
     return parsed, ignored
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, core: SpawnedC
     The port is bound before the model loads, so /health can say 503 meanwhile and a taken port fails at once.
     """
     check_names(server_config.tool_call_parser, server_config.reasoning_parser)
+    _check_tls(server_config)
     try:
         listener = _bind(server_config)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -52,6 +54,25 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, core: SpawnedC
     except PagedServeError as error:
         print(f"pagedserve serve: {error}", file=sys.stderr)
         return EXIT_FAILURE
+
+
+def _check_tls(config: ServerConfig) -> None:
+    """Raise ConfigError for certificates that cannot be used, before anything slow begins."""
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_no_password)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ssl.SSLError, ValueError) as error:
+        files = ", ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)))
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs ({files}): {reason}") from error
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted; give one that is not")
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -122,6 +143,10 @@ class _Service:
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                ssl_certfile=self._config.ssl_certfile,
+                ssl_keyfile=self._config.ssl_keyfile,
+                ssl_ca_certs=self._config.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if self._config.ssl_ca_certs else ssl.CERT_NONE,
                 timeout_graceful_shutdown=int(self._config.shutdown_timeout) + LAST_SECONDS,
             )
         )
@@ -196,7 +221,7 @@ class _Service:
     def _greet(self, engine: AsyncLLMEngine) -> None:
         host, port = self._listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        base = f"http://{host}:{port}"
+        base = f"{'http' if self._config.ssl_certfile is None else 'https'}://{host}:{port}"
         name = self._state.model_names[0]
         logger.info("serving %s at %s after %.1f s", name, base, time.monotonic() - self._started)
         formats = self._state.output_formats()

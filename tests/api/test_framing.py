@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from pagedserve.api import body as body_module
+from pagedserve.api import http_protocol
 from tests.api.conftest import Front, FrontFactory
 from tests.helpers.streams import check_error_body
 
@@ -189,3 +192,75 @@ def test_after_an_error_event_the_connection_goes_on(connection: Connection) -> 
     assert status == 200
     assert raw.endswith(b"data: [DONE]\n\n")
     check_good(connection)
+
+
+def test_what_is_no_http_is_answered_in_our_shape(front: Front) -> None:
+    for raw in (b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET /\x00 HTTP/1.1\r\n\r\n"):
+        with contextlib.closing(Connection(front)) as connection:
+            connection._socket.sendall(raw)
+            status, headers, body = connection.answer()
+            assert (status, headers["content-type"], headers["connection"]) == (400, "application/json", "close")
+            check_error_body(body)
+            assert connection.answer()[0] == 0
+
+
+def test_a_head_without_end_is_refused(front: Front) -> None:
+    with contextlib.closing(Connection(front)) as connection:
+        connection._socket.sendall(b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
+        status, _, body = connection.answer()
+        assert status == 431
+        check_error_body(body)
+    with contextlib.closing(Connection(front)) as connection:
+        connection.send("GET /health HTTP/1.1", *[f"x-{i}: {'y' * 100}" for i in range(100)])
+        assert connection.answer()[0] == 200
+
+
+def test_a_head_that_does_not_come_is_a_408(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    with contextlib.closing(Connection(front)) as connection:
+        connection._socket.sendall(b"GET /health HTTP/1.1\r\n")
+        status, _, body = connection.answer()
+        assert status == 408
+        check_error_body(body)
+    with contextlib.closing(Connection(front)) as connection:
+        assert connection.answer()[0] == 0  # who says nothing is told nothing
+    with contextlib.closing(Connection(front)) as connection:
+        for _ in range(2):
+            check_good(connection)
+            connection._socket.sendall(b"GET /hea")
+            time.sleep(0.1)
+            connection._socket.sendall(b"lth HTTP/1.1\r\n\r\n")
+            assert connection.answer()[0] == 200
+
+
+def test_drops_of_a_body_are_a_408(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "PART_SECONDS", 0.3)
+    with contextlib.closing(Connection(front)) as connection:
+        connection.send("POST /v1/completions HTTP/1.1", "Content-Type: application/json", "Content-Length: 100000")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(40):
+                connection._socket.sendall(b" ")
+                time.sleep(0.02)
+        assert connection.answer()[0] == 408
+
+
+def test_a_large_body_does_not_hold_up_others(front: Front) -> None:
+    # A million small objects, which take seconds to read: meanwhile others are served many times.
+    body = b'{"prompt": "a", "tools": [' + b'{"a":1},' * 1_000_000 + b"{}]}"
+    answered = threading.Event()
+
+    def ask() -> None:
+        response = httpx.post(
+            f"{front.base_url}/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=60
+        )
+        assert response.status_code == 400
+        answered.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    num_served = 0
+    while not answered.is_set() and num_served < 10_000:
+        assert front.client.get("/health").status_code == 200
+        num_served += 1
+    asking.join()
+    assert num_served > 5

@@ -21,6 +21,7 @@ from pagedserve.config import EngineConfig, ServerConfig
 # Growth of the command line needs an argument: whoever adds a flag adds it here, and says why in DECISIONS.md.
 KNOWN_FLAGS = set(
     """
+    ssl-certfile ssl-keyfile ssl-ca-certs
     host port served-model-name api-key allowed-origins strict shutdown-timeout max-body-size log-level log-format
     log-requests data-dir data-dir-quota batch-concurrency tool-call-parser reasoning-parser
     model tokenizer revision dtype weights-dtype max-model-len load-format attention-backend device num-threads seed

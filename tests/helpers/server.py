@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -53,9 +54,17 @@ def app_server(app: FastAPI) -> Iterator[str]:
 class ServerProcess:
     """`pagedserve serve` in a child process, with what it writes to stderr."""
 
-    def __init__(self, model: Path | str, *flags: str, log: Path, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        log: Path,
+        env: dict[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ):
         self.port = free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.base_url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
+        self._verify = tls or True
         self._log = log
         command = [sys.executable, "-m", "pagedserve.cli", "serve", "--model", str(model), "--port", str(self.port)]
         with log.open("wb") as stderr:
@@ -73,7 +82,7 @@ class ServerProcess:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.output}")
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.base_url}/ready", timeout=5).status_code == 200:
+                if httpx.get(f"{self.base_url}/ready", timeout=5, verify=self._verify).status_code == 200:
                     return
             time.sleep(0.05)
         self.kill()

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from pagedserve.api import sse
-from pagedserve.api.body import read_json, unknown_fields, validate
+from pagedserve.api.body import read_json, unknown_fields, validated
 from pagedserve.api.call import GenerationCall, call_for, json_response, warning_headers
 from pagedserve.api.errors import ErrorReply
 from pagedserve.api.generation import tokenize
@@ -92,7 +92,7 @@ async def _read(request: Request, model: type[Body]) -> tuple[Body, ChatCompleti
     state: ApiState = request.app.state.api
     raw = await read_json(request, state.max_body_bytes)
     refuse(raw)
-    body = validate(model, raw)
+    body = await validated(request, model, raw)
     body.check()
     fields, ignored = chat_fields(body)
     ignored += [name for name in unknown_fields(model, raw) if name not in body.HARMLESS]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
-from pagedserve.api.body import read_json, unknown_fields, validate
+from pagedserve.api.body import read_json, unknown_fields, validated
 from pagedserve.api.call import GenerationCall, call_for, json_response, warning_headers
 from pagedserve.api.errors import reply_to
 from pagedserve.api.generation import tokenize
@@ -132,7 +132,7 @@ async def _read(
     state: ApiState = request.app.state.api
     raw = await read_json(request, state.max_body_bytes)
     refuse(raw)
-    body = validate(model, raw)
+    body = await validated(request, model, raw)
     body.check()
     own = normalized(body.input)
     items = own
