@@ -67,6 +67,9 @@ class StructuredOutput:
     model's special tokens may be written as text. `whitespace` is a regex for the gaps between JSON tokens: None is a
     bounded default (nothing, a space, or a newline with some indentation), "" none at all. With `after_text` the text
     is free, but cannot end, until that marker (such as "</think>") was generated; the grammar holds for what follows.
+    With `thoughts` the text may begin with something free between these two markers. `alternative` is a Lark grammar
+    (its first line being the rule `start`) of what the text may be instead, such as tool calls; the two must differ in
+    how they begin.
     """
 
     kind: str
@@ -75,6 +78,8 @@ class StructuredOutput:
     suffix: str = ""
     whitespace: str | None = None
     after_text: str | None = None
+    thoughts: tuple[str, str] | None = None
+    alternative: str | None = None
 
     def __post_init__(self) -> None:
         name = "structured_output"
@@ -82,9 +87,11 @@ class StructuredOutput:
         _require(self.kind in STRUCTURED_OUTPUT_KINDS, f"{name}: kind must be one of {kinds}", name)
         for field in ("value", "prefix", "suffix"):
             _require(isinstance(getattr(self, field), str), f"{name}: {field} must be a string", name)
-        for field in ("whitespace", "after_text"):
+        for field in ("whitespace", "after_text", "alternative"):
             _require(isinstance(getattr(self, field), str | None), f"{name}: {field} must be a string or null", name)
         _require(self.kind == "json_object" or bool(self.value), f"{name}: the {self.kind} is empty", name)
+        is_pair = self.thoughts is None or (isinstance(self.thoughts, tuple) and len(self.thoughts) == 2)
+        _require(is_pair and all(self.thoughts or ("x",)), f"{name}: thoughts must be two markers", name)
         _require(self.after_text != "", f"{name}: after_text must not be empty", name)
 
     @classmethod

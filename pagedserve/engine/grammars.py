@@ -27,6 +27,7 @@ MAX_GBNF_LENGTH = 32_768
 WHITESPACE = r"(\x20|\n\x20{0,16})?"
 
 _HEADER = "%llguidance {}\n"
+_JSON_IN_LARK = re.compile(r"%json\s+(?=\{)")
 _ANYTHING = r"/(.|\n)*/"
 # What marks a dict as a schema; the keywords of drafts 4 to 2020-12 with which an empty-looking schema could begin.
 _SCHEMA_KEYWORDS = frozenset(
@@ -47,13 +48,29 @@ def to_lark(output: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
     parts = [part for part in (text.quote(output.prefix), body, text.quote(output.suffix)) if part]
     if not parts:
         raise _refusal("the grammar allows nothing but an empty text")
-    if output.kind == "grammar" and not (output.prefix or output.suffix):
+    start = " ".join(parts)
+    if start == "@body" and output.thoughts is None and output.alternative is None:
         return rules
-    if output.kind == "grammar":
-        main = f"{_HEADER}start: {' '.join(parts)}"
-        grammars = [{"name": "main", "lark_grammar": main}, {"name": "body", "lark_grammar": rules}]
-        return json.dumps({"grammars": grammars})
-    return f"{_HEADER}start: {' '.join(parts)}\n{rules}"
+    main = "" if body == "@body" else rules
+    if output.alternative is not None:
+        start = f"({start} | alternative)"
+        main += _with_json_rules(output.alternative.replace("start:", "alternative:", 1), output.whitespace) + "\n"
+    if output.thoughts is not None:
+        start = f"thoughts? {start}"
+        main += _thoughts(*output.thoughts, text)
+    main = f"{_HEADER}start: {start}\n{main}"
+    if body != "@body":
+        return main
+    grammars = [{"name": "main", "lark_grammar": main}, {"name": "body", "lark_grammar": rules}]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _thoughts(begin: str, end: str, text: _Literals) -> str:
+    opening, closing = text.quote(begin), text.quote(end)
+    if opening.startswith("<["):
+        return f"thoughts: {opening} THOUGHTS {closing} GAP\nTHOUGHTS: {_ANYTHING}\nGAP: /\\s{{0,4}}/\n"
+    # One lexeme, which ends with the first of its ends.
+    return f"thoughts: thinking GAP\nthinking[lazy]: {opening} {_ANYTHING} {closing}\nGAP: /\\s{{0,4}}/\n"
 
 
 class _Literals:
@@ -118,7 +135,7 @@ def _choice(output: StructuredOutput, text: _Literals) -> tuple[str, str]:
 
 def _grammar(output: StructuredOutput, text: _Literals) -> tuple[str, str]:
     if "::=" not in output.value:
-        return "@body", output.value
+        return "@body", _with_json_rules(output.value, output.whitespace)
     if len(output.value) > MAX_GBNF_LENGTH:
         raise _refusal(f"a GBNF grammar may have at most {MAX_GBNF_LENGTH} characters")
     try:
@@ -127,6 +144,23 @@ def _grammar(output: StructuredOutput, text: _Literals) -> tuple[str, str]:
         raise _refusal("the grammar is nested too deeply") from error
     except Exception as error:  # the converter raises what its parser meets
         raise _refusal(f"the GBNF grammar cannot be read: {error}") from error
+
+
+def _with_json_rules(lark: str, whitespace: str | None) -> str:
+    """Lark whose schemas (`%json {...}`) have the whitespace and the checks of all JSON here."""
+    parts: list[str] = []
+    start = 0
+    decoder = json.JSONDecoder()
+    for match in _JSON_IN_LARK.finditer(lark):
+        if match.start() < start:
+            continue
+        try:
+            schema, end = decoder.raw_decode(lark, match.end())
+        except (ValueError, RecursionError):
+            continue  # the compiler says what is wrong
+        parts += [lark[start : match.start()], json_rule(schema, whitespace)]
+        start = end
+    return "".join([*parts, lark[start:]])
 
 
 def _structural_tag(output: StructuredOutput, text: _Literals) -> tuple[str, str]:

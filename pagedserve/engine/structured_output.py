@@ -206,7 +206,8 @@ class StructuredOutputs:
         """
         output = request.sampling_params.structured_output
         assert output is not None
-        size = sum(len(text.encode("utf-8", "replace")) for text in (output.value, output.prefix, output.suffix))
+        texts = (output.value, output.prefix, output.suffix, output.whitespace, output.alternative)
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts if text)
         if size > self._max_size:
             raise RequestError(
                 f"the {output.kind} has {size} bytes; at most {self._max_size} are taken (--max-grammar-size)",

@@ -125,6 +125,8 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
         if error.param == "max_tokens" and self.max_completion_tokens is not None:
             error.message = error.message.replace("max_tokens", "max_completion_tokens")
             error.param = "max_completion_tokens"
+        if error.param == "structured_output" and self.structured_field is None:
+            error.param = "tools"
         return super().renamed(error)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from pagedserve.api.protocol.structured_output import StructuredOutputFields
 from pagedserve.errors import RequestError
 from pagedserve.sampling_params import (
     MAX_BAD_WORDS,
@@ -53,15 +54,12 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "documents": ([],),
+    "ebnf": (),
     "ec_transfer_params": ({},),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
+    "grammar": ("",),
+    "json_schema": ({},),
     "kv_transfer_params": ({},),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
@@ -69,11 +67,10 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"], []),
     "prediction": (),
     "prompt_embeds": ([],),
+    "regex": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "stream_interval": (1,),
-    "structured_outputs": ({},),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -84,6 +81,9 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 _REASONS = {
     "chat_template": "templates from clients are not rendered; the operator sets one with --chat-template",
+    **dict.fromkeys(
+        ("ebnf", "grammar", "json_schema", "regex"), "send it in structured_outputs, or as response_format"
+    ),
     "suffix": "filling in the middle is not supported",
     "store": "answers are not stored",
     "functions": "deprecated since 2023; send tools, which are answered with tool_calls",
@@ -101,6 +101,7 @@ HARMLESS_FIELDS = frozenset(
         "parallel_tool_calls",
         "include_reasoning",
         "session_id",
+        "guided_decoding_backend",
         *UNSUPPORTED_FIELDS,
     }
 )
@@ -116,7 +117,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="accepted; no padding is ever sent")
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredOutputFields):
     """Fields of every request that generates text. A field that is null is as good as absent."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -259,6 +260,7 @@ class GenerationRequest(BaseModel):
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 prompt_logprobs=self.prompt_logprobs,
+                structured_output=self.structured_output(),
                 **values,
             )
         except RequestError as error:
@@ -266,6 +268,10 @@ class GenerationRequest(BaseModel):
 
     def renamed(self, error: RequestError) -> RequestError:
         """`error` with the field called as the client called it."""
+        if error.param == "structured_output" and self.structured_field is not None:
+            error.param = self.structured_field
+            if error.message.startswith("structured_output"):
+                error.message = error.param + error.message.removeprefix("structured_output")
         name = self.PARAM_NAMES.get(error.param or "")
         if name is not None:
             # Only where the message begins with the field: "prompt" is also a plain word.

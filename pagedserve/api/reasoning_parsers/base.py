@@ -22,6 +22,8 @@ class ReasoningParser(TextMachine):
     SPECIAL: ClassVar[tuple[str, ...]] = ()
     # What ends the thoughts; "" where no single text does.
     CLOSE: ClassVar[str] = ""
+    # What stands before the text that the client asked for, where that is more than the end of thoughts.
+    ANSWER: ClassVar[str] = ""
 
     def __init__(self, *, is_open: bool = False):
         super().__init__()

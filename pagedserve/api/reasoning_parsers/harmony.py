@@ -22,6 +22,8 @@ _END = Markers("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 class HarmonyReasoning(ReasoningParser):
     """An answer without any channel is text."""
 
+    ANSWER: ClassVar[str] = "<|channel|>final<|message|>"
+
     SPECIAL: ClassVar[tuple[str, ...]] = (*_BEGIN.texts, *_HEADER.texts, "<|constrain|>")
 
     def run(self) -> Reading[None]:

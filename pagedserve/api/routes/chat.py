@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -93,8 +94,13 @@ class ChatAnswer:
     def _prepare_parsing(self, prompt: str) -> SamplingParams:
         """Decide how the text is taken apart; returns the parameters with which it comes whole."""
         formats, tools, params = self._formats, self._tools, self._params
+        answer = params.structured_output
         if tools.is_forced:
-            params = params.with_(structured_output=self._forced_calls())
+            params = params.with_(structured_output=self._after_thoughts(self._forced_calls(), prompt))
+        elif answer is not None:
+            if tools.schemas:
+                answer = self._or_calls(answer)
+            params = params.with_(structured_output=self._after_thoughts(answer, prompt, is_answer=True))
         elif tools.strict_names:
             params = params.with_(structured_output=formats.strict_calls(tools.schemas or {}))
         if formats.reasoning_parser is None and (formats.tool_parser is None or not tools.schemas):
@@ -109,6 +115,29 @@ class ChatAnswer:
             for _ in range(params.n)
         ]
         return params.with_(shown_special_ids=formats.shown_special_ids)
+
+    def _after_thoughts(self, wanted: StructuredOutput, prompt: str, *, is_answer: bool = False) -> StructuredOutput:
+        """`wanted` for what the model says once it has thought; `is_answer`: not for a call."""
+        parser = self._formats.reasoning_parser
+        if parser is None:
+            return wanted
+        if is_answer and parser.ANSWER:
+            return replace(wanted, after_text=parser.ANSWER)
+        markers = parser.markers()
+        if parser.opens(prompt, self._body.continued_text()):
+            return replace(wanted, after_text=parser.CLOSE or None)
+        return wanted if markers is None or prompt.rstrip().endswith(markers[1]) else replace(wanted, thoughts=markers)
+
+    def _or_calls(self, answer: StructuredOutput) -> StructuredOutput:
+        """`answer`, or calls of tools that the model may make instead."""
+        parser = self._formats.tool_parser
+        if parser is None or not parser.CAN_CONSTRAIN:
+            raise RequestError(
+                f"{self._body.structured_field} and tools cannot be told apart in the way this model calls tools: "
+                "send one of them, or tool_choice required or none",
+                param=self._body.structured_field,
+            )
+        return replace(answer, alternative=self._forced_calls().value)
 
     def _forced_calls(self) -> StructuredOutput:
         tools = self._tools

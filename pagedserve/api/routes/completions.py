@@ -19,6 +19,7 @@ from pagedserve.api.protocol.completions import (
     CompletionResponse,
 )
 from pagedserve.api.token_texts import LogprobColumns, TokenTexts
+from pagedserve.errors import RequestError
 from pagedserve.outputs import CompletionOutput, RequestOutput
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import TokenLogprobs
@@ -69,10 +70,14 @@ class CompletionAnswer:
             await prepared_prompt(self._engine, prompt, self._body, add_special_tokens=add_special_tokens)
             for prompt in self._body.prompts()
         ]
-        async with aclosing(outputs(self._engine, prompts, self._params, self._body, self._call.request_id)) as stream:
-            async for prompt_index, output in stream:
-                self._usage.take(prompt_index, output)
-                yield prompt_index, output
+        source = outputs(self._engine, prompts, self._params, self._body, self._call.request_id)
+        try:
+            async with aclosing(source) as stream:
+                async for prompt_index, output in stream:
+                    self._usage.take(prompt_index, output)
+                    yield prompt_index, output
+        except RequestError as error:
+            raise self._body.renamed(error) from error
 
     # -- not streamed -------------------------------------------------------------------------------------------------
 
