@@ -50,6 +50,13 @@ class ModelFiles:
     weight_files: tuple[Path, ...]
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
 
+    @property
+    def has_head(self) -> bool:
+        """False for a checkpoint of hidden states only (architecture `Qwen3Model`): embeddings, but no next token."""
+        names = self.config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
+        return not (isinstance(name, str) and name.endswith("Model") and not name.endswith("LMHeadModel"))
+
 
 def resolve(
     model: str,

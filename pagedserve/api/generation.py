@@ -132,12 +132,17 @@ async def wait_gone(request: Request) -> None:
         pass
 
 
+def longest_text(engine: AsyncLLMEngine) -> int:
+    """Characters of the longest text that is tokenized."""
+    return max(MAX_TEXT, engine.max_model_len * MAX_CHARACTERS_PER_TOKEN)
+
+
 async def tokenize(engine: AsyncLLMEngine, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
     """Ids of a text; a long one does not hold up the event loop.
 
     A hopelessly long one is a ContextLengthError of the field `param`, which it came from.
     """
-    limit = max(MAX_TEXT, engine.max_model_len * MAX_CHARACTERS_PER_TOKEN)
+    limit = longest_text(engine)
     if len(text) > limit:
         raise ContextLengthError(f"the text has {len(text)} characters; at most {limit} are tokenized", param=param)
     encode = engine.tokenizer.encode

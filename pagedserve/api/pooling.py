@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from starlette.requests import Request
 
 from pagedserve.api.call import make_idle, read_body, warning_headers
-from pagedserve.api.generation import tokenize
+from pagedserve.api.generation import LONG_TEXT, longest_text
 from pagedserve.api.protocol.common import PromptTokensDetails
 from pagedserve.api.protocol.embeddings import PoolingRequest, PoolingUsage
 from pagedserve.api.state import ApiState
@@ -79,7 +79,7 @@ async def embed(
     All are checked before the first runs. Raises RequestError with the field's name, and what the engine raises; the
     others are aborted then.
     """
-    prompts = [await _prompt_ids(engine, field, text, call.body) for field, text in texts]
+    prompts = await _prompts(engine, texts, call.body)
     sampling = SamplingParams(max_tokens=0, pooling=params)
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     remaining = iter(enumerate(prompts))
@@ -131,13 +131,29 @@ async def _one(
     return last
 
 
-async def _prompt_ids(engine: AsyncLLMEngine, field: str, text: str | list[int], body: PoolingRequest) -> list[int]:
-    """Ids of one text, cut as the request asks for; RequestError where there is none, or too many."""
-    if not text:
-        raise RequestError(f"{field} holds an empty text", param=field)
-    ids = text
-    if isinstance(ids, str):
-        ids = await tokenize(engine, ids, add_special_tokens=body.add_special_tokens is not False, param=field)
+async def _prompts(
+    engine: AsyncLLMEngine, texts: Sequence[tuple[str, str | list[int]]], body: PoolingRequest
+) -> list[list[int]]:
+    """Ids of all texts, cut as the request asks for; RequestError where there are none, or too many."""
+    limit = longest_text(engine)
+    for field, text in texts:
+        if not text:
+            raise RequestError(f"{field} holds an empty text", param=field)
+        if isinstance(text, str) and len(text) > limit:
+            raise ContextLengthError(
+                f"a text of {field} has {len(text)} characters; at most {limit} are tokenized", param=field
+            )
+
+    def encode() -> list[list[int]]:
+        special = body.add_special_tokens is not False
+        return [engine.tokenizer.encode(t, add_special_tokens=special) if isinstance(t, str) else t for _, t in texts]
+
+    is_long = sum(len(text) for _, text in texts) >= LONG_TEXT
+    prompts = await asyncio.to_thread(encode) if is_long else encode()
+    return [_cut(engine, field, ids, body) for (field, _), ids in zip(texts, prompts, strict=True)]
+
+
+def _cut(engine: AsyncLLMEngine, field: str, ids: list[int], body: PoolingRequest) -> list[int]:
     limit = body.truncate_prompt_tokens
     if limit is not None:
         if limit == -1:

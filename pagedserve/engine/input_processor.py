@@ -101,6 +101,7 @@ class InputProcessor:
         self._num_blocks = plan.num_device_blocks
         self._block_size = plan.spec.block_size
         self._eos_token_ids = eos_ids(files, tokenizer)
+        self._has_head = files.has_head
         vocab_size = files.config.get("vocab_size")
         # What may stand in a prompt, and what may be drawn: a model's head is often padded past its tokenizer.
         self.vocab_size: int = vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size
@@ -168,6 +169,8 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
+        if not self._has_head and params.pooling is None:
+            raise RequestError("this model has no output head, so it generates nothing: it serves embeddings")
         self._check_prompt(token_ids)
         self._check_logprobs(params)
         self._check_ids("stop_token_ids", params.stop_token_ids)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from pagedserve.attention import AttentionBackend
+from pagedserve.errors import ModelLoadError
 from pagedserve.gguf_file import GGUFFile
 from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
-from pagedserve.models import model_class
+from pagedserve.models import ARCHITECTURES, model_class
 from pagedserve.models.sources import DummySource, GGUFSource, SafetensorsSource, WeightSource
 from pagedserve.models.weights import Weights
 from pagedserve.quantization.method import QuantMethod
@@ -24,7 +25,8 @@ def parse_config(files: ModelFiles, impl: str = "auto") -> Any:
 
     Raises ModelLoadError for an architecture or a setting that is not supported.
     """
-    return model_class(files.config, impl).config_class.from_hf(files.config)
+    config = _decoder_config(files)
+    return model_class(config, impl).config_class.from_hf(config)
 
 
 @torch.inference_mode()
@@ -49,7 +51,7 @@ def load_model(
     Raises ModelLoadError naming the file and tensor that is missing, left over, wrongly shaped, cut short or of a type
     that cannot be served.
     """
-    chosen = model_class(files.config, impl)
+    chosen = model_class(_decoder_config(files), impl)
     if hasattr(chosen, "from_files"):  # it has a reader of its own
         return chosen.from_files(
             files,
@@ -77,6 +79,25 @@ def load_model(
             "weights quantised while loading: relative RMS error %.2f %%", 100 * weights.rounding_error.relative
         )
     return model
+
+
+def _decoder_config(files: ModelFiles) -> dict[str, Any]:
+    """config.json, and for a checkpoint without a head that of the decoder it was made of.
+
+    The embedding then stands for the head; requests that would draw from it are refused in front. ModelLoadError for
+    attention to later tokens, which paged decoders do not have.
+    """
+    config = files.config
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise ModelLoadError(
+            "config.json asks for attention to later tokens (is_causal: false, or use_bidirectional_attention); "
+            "only causal decoders are served"
+        )
+    if not files.has_head:
+        decoder = config["architectures"][0].removesuffix("Model") + "ForCausalLM"
+        if decoder in ARCHITECTURES:
+            return {**config, "architectures": [decoder], "tie_word_embeddings": True}
+    return config
 
 
 def _source(files: ModelFiles) -> WeightSource:

@@ -21,6 +21,7 @@ from pagedserve.gguf_file import GGUFFile
 from pagedserve.quantization import gguf
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_BODY = "model."
 # As safetensors files call them; doubles are read as fp32.
 _FLOAT_NAMES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -93,6 +94,10 @@ class SafetensorsSource(FileSource):
                 if name in self._files:
                     raise ModelLoadError(f"tensor {name} is in both {self._files[name].name} and {path.name}")
                 self._files[name] = path
+        # Saved from the body alone, as embedding models are: there the body's own prefix is missing.
+        self._lacks_prefix = "embed_tokens.weight" in self._files
+        if self._lacks_prefix:
+            self._files = {_BODY + name: path for name, path in self._files.items()}
 
     def names(self) -> Sequence[str]:
         return list(self._files)
@@ -101,13 +106,13 @@ class SafetensorsSource(FileSource):
         return name in self._files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
+        return tuple(self._handles[self._files[name]].get_slice(self._stored(name)).get_shape())
 
     def common_dtype(self) -> torch.dtype:
         """The float type of all tensors, fp32 where they differ. ModelLoadError for integers, as in `dense`."""
         found = set()
         for name, path in self._files.items():
-            stored = self._handles[path].get_slice(name).get_dtype()
+            stored = self._handles[path].get_slice(self._stored(name)).get_dtype()
             if stored not in _FLOAT_NAMES:
                 raise ModelLoadError(f"{path}: tensor {name} has type {stored}, which cannot be served")
             found.add(_FLOAT_NAMES[stored])
@@ -117,12 +122,15 @@ class SafetensorsSource(FileSource):
         return str(self._files[name]) if name in self._files else ", ".join(path.name for path in self._handles)
 
     def dense(self, name: str) -> torch.Tensor:
-        tensor = self._handles[self._files[name]].get_tensor(name)
+        tensor = self._handles[self._files[name]].get_tensor(self._stored(name))
         if tensor.dtype is torch.float64:
             return tensor.float()
         if tensor.dtype not in _FLOATS:
             raise ModelLoadError(f"{self.where(name)}: tensor {name} has type {tensor.dtype}, which cannot be served")
         return tensor
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(_BODY) if self._lacks_prefix else name
 
 
 class GGUFSource(FileSource):

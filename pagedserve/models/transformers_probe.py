@@ -156,8 +156,15 @@ def _known_to_transformers(config: Mapping[str, Any], architecture: str) -> tupl
         hf_config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
     except Exception as error:
         raise ModelLoadError(f"config.json: transformers does not accept it: {first_line(error)}") from error
+    if hasattr(hf_config, "output_router_logits"):
+        hf_config.output_router_logits = False  # only losses read them
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), ())
     classes = {c.__name__: c for c in (known if isinstance(known, tuple | list) else (known,))}
+    decoder = architecture.removesuffix("Model") + "ForCausalLM"
+    if architecture not in classes and decoder in classes:
+        # A checkpoint without a head, for embeddings.
+        hf_config.tie_word_embeddings = True
+        return hf_config, classes[decoder]
     if architecture not in classes:
         served = f" (of its kind it has {', '.join(classes)})" if classes else ""
         raise ModelLoadError(
@@ -165,8 +172,6 @@ def _known_to_transformers(config: Mapping[str, Any], architecture: str) -> tupl
             "encoders such as BERT are not served (embeddings come from decoders, by last-token or mean pooling); "
             f"native ones known: {', '.join(ARCHITECTURES)}"
         )
-    if hasattr(hf_config, "output_router_logits"):
-        hf_config.output_router_logits = False  # only losses read them
     return hf_config, classes[architecture]
 
 

@@ -96,6 +96,7 @@ def test_leading_numbers_are_scaled_anew(client: openai.OpenAI, http: httpx.Clie
     (whole,) = vectors(http, input="The sky is")
     np.testing.assert_allclose(np.array(raw) / np.linalg.norm(raw), whole, atol=1e-6)
     assert abs(np.linalg.norm(raw) - 1) > 1e-3
+    assert vectors(http, input="The sky is", use_activation=False, embed_dtype="float32") == [raw]
 
 
 def test_batches_keep_their_order_and_each_vector_the_bits_it_has_alone(http: httpx.Client) -> None:  # C121
@@ -147,6 +148,9 @@ def test_texts_are_cut_only_where_that_is_asked_for(http: httpx.Client) -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", '"float" or "base64"'),
         ({"input": "a", "dimensions": 0}, "dimensions", "between 1 and"),
         ({"input": "a", "dimensions": "8"}, "dimensions", "dimensions"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "float32"),
+        ({"input": "a", "endianness": "big"}, "endianness", "little"),
+        ({"input": "a", "normalize": True, "use_activation": False}, "use_activation", "one setting"),
         ({"input": "a", "truncation_side": "left"}, "truncation_side", "needs truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         ({"input": "a", "priority": 5}, "priority", "--scheduling-policy priority"),

@@ -19,7 +19,8 @@ from pagedserve.models.transformers_fallback import TransformersForCausalLM
 from pagedserve.quantization.packed import PackedMethod
 from pagedserve.registry import load
 from pagedserve.sampling_params import BeamParams
-from tests.helpers.checkpoints import llama_config, tiny_llama
+from tests.helpers.checkpoints import llama_config, random_tensors, tiny_llama
+from tests.helpers.gguf_files import write_llama_gguf
 from tests.helpers.hf_checkpoints import GPT_SIZES, SIZES, write_random
 from tests.helpers.paged_model import PagedModel
 
@@ -322,6 +323,22 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path, fields: di
     (folder / "config.json").write_text(json.dumps(llama_config(**fields)))
     with pytest.raises(ModelLoadError, match=message):
         PagedModel(folder, impl="transformers")
+
+
+def test_gguf_files_are_left_to_native_architectures(tmp_path: Path) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    path = write_llama_gguf(tmp_path / "model.gguf", config, random_tensors(config))
+    with pytest.raises(ModelLoadError, match="read from folders with safetensors, not from GGUF"):
+        PagedModel(path, impl="transformers")
+
+
+def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model", tokenizer=False, auto_map={"AutoModelForCausalLM": "evil.Evil"})
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').write('it ran')\nclass Evil: ...\n")
+    (folder / "generation_config.json").write_text("{}")
+    PagedModel(folder, impl="transformers")
+    assert not ran.exists()
 
 
 def test_a_model_that_does_not_compute_what_it_should_is_refused(

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModel
 
 from pagedserve import LLM, SamplingParams
-from pagedserve.errors import RequestError
+from pagedserve.errors import ModelLoadError, RequestError
 from pagedserve.pooling_params import PoolingParams
-from tests.helpers.checkpoints import tiny_llama
+from tests.helpers.checkpoints import llama_config, random_tensors, tiny_llama, write_checkpoint
 
 PROMPT = [(37 * i * i + 11 * i + 5) % 320 for i in range(60)]
 PROMPTS = [PROMPT[:1], PROMPT[:45], PROMPT[5:22], PROMPT[:16], PROMPT]
@@ -79,6 +79,30 @@ def test_a_prompt_may_fill_the_whole_context(folder: Path) -> None:
         assert len(llm.embed(PROMPT[:32], use_tqdm=False)[0]) == 64
         with pytest.raises(RequestError, match="context is 32 tokens"):
             llm.embed([PROMPT[:5], PROMPT[:33]], use_tqdm=False)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_checkpoint_without_a_head_serves_embeddings_and_says_that_it_generates_nothing(
+    folder: Path, tmp_path: Path, impl: str, prefix: str
+) -> None:
+    config = llama_config(architectures=["LlamaModel"])
+    tensors = random_tensors(config, seed=3)
+    del tensors["lm_head.weight"]
+    body = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    write_checkpoint(tmp_path, config, body)
+    with LLM(str(tmp_path), model_impl=impl) as llm:
+        found = llm.embed(PROMPTS, use_tqdm=False)
+        with pytest.raises(RequestError, match="no output head"):
+            llm.generate("hello", use_tqdm=False)
+    for vector, wanted in zip(found, expected(folder, LAST), strict=True):
+        torch.testing.assert_close(torch.tensor(vector), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path, field: dict[str, bool]) -> None:
+    with pytest.raises(ModelLoadError, match="only causal decoders are served"):
+        LLM(str(tiny_llama(tmp_path, **field)))
 
 
 def test_hidden_states_that_are_no_numbers_are_an_error_of_their_request(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ class EmbeddingRequest(PoolingRequest):
     encoding_format: str | None = Field(None, description="float (default) or base64: little-endian fp32")
     dimensions: int | None = Field(None, description="leading numbers to keep, of models trained for it")
     normalize: bool | None = Field(None, description="length 1 (default: as the model's files say, else true)")
+    use_activation: bool | None = Field(None, description="another name of normalize")
+    embed_dtype: str | None = Field(None, description="float32")
+    endianness: str | None = Field(None, description="little, or native, which is the same")
 
     @field_validator("input", mode="wrap")
     @classmethod
@@ -97,9 +100,29 @@ class EmbeddingRequest(PoolingRequest):
             raise ValueError('encoding_format must be "float" or "base64"')
         return value
 
+    @field_validator("embed_dtype")
+    @classmethod
+    def _check_embed_dtype(cls, value: str) -> str:
+        if value != "float32":
+            raise ValueError('embed_dtype must be "float32"')
+        return value
+
+    @field_validator("endianness")
+    @classmethod
+    def _check_endianness(cls, value: str) -> str:
+        if value not in ("little", "native"):
+            raise ValueError('endianness must be "little" or "native"')
+        return value
+
+    def check(self) -> None:
+        super().check()
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise RequestError("normalize and use_activation are one setting: give one of them", param="use_activation")
+
     def pooling_params(self, default: PoolingParams) -> PoolingParams:
         """What the engine needs; `default` is the model's. Raises RequestError."""
-        normalize = default.normalize if self.normalize is None else self.normalize
+        wishes = [wish for wish in (self.normalize, self.use_activation) if wish is not None]
+        normalize = wishes[0] if wishes else default.normalize
         return PoolingParams(pooling_type=default.pooling_type, normalize=normalize, dimensions=self.dimensions)
 
 
