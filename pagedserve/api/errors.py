@@ -50,7 +50,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH = "/v1/messages"
 _CODES = {
     401: "invalid_api_key",
     404: "not_found",
@@ -102,7 +102,7 @@ class ErrorReply:
 
     def body(self, path: str = "") -> bytes:
         """The JSON document, in the shape that clients of the route `path` read."""
-        shape = self.anthropic() if path.startswith(_ANTHROPIC_PATH) else {"error": self.openai()}
+        shape = self.anthropic() if path.startswith(ANTHROPIC_PATH) else {"error": self.openai()}
         return msgspec.json.encode(shape)
 
     def anthropic(self) -> dict[str, Any]:

@@ -26,14 +26,14 @@ from pagedserve.api.protocol.chat import ChatCompletionRequest, TokenLogprob
 from pagedserve.api.protocol.responses import (
     FunctionCall,
     IncompleteDetails,
-    InputTokensDetails,
     Item,
     OutputMessage,
     OutputText,
-    OutputTokensDetails,
     ReasoningItem,
     ReasoningText,
     Response,
+    ResponseInputTokensDetails,
+    ResponseOutputTokensDetails,
     ResponseUsage,
 )
 from pagedserve.api.responses_input import NAMES
@@ -197,9 +197,9 @@ class ResponseAnswer:
             response.incomplete_details = IncompleteDetails("max_output_tokens")
         response.usage = ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            ResponseInputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+            ResponseOutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
             usage.total_tokens,
         )
         return documents

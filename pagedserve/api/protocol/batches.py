@@ -95,11 +95,11 @@ class BatchRequestCounts(msgspec.Struct):
     failed: int = 0
 
 
-class InputTokensDetails(msgspec.Struct):
+class BatchInputTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct):
+class BatchOutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
@@ -107,9 +107,9 @@ class BatchUsage(msgspec.Struct):
     """Tokens of all answered lines."""
 
     input_tokens: int = 0
-    input_tokens_details: InputTokensDetails = msgspec.field(default_factory=InputTokensDetails)
+    input_tokens_details: BatchInputTokensDetails = msgspec.field(default_factory=BatchInputTokensDetails)
     output_tokens: int = 0
-    output_tokens_details: OutputTokensDetails = msgspec.field(default_factory=OutputTokensDetails)
+    output_tokens_details: BatchOutputTokensDetails = msgspec.field(default_factory=BatchOutputTokensDetails)
     total_tokens: int = 0
 
 

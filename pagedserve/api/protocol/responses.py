@@ -141,12 +141,12 @@ class FunctionCall(msgspec.Struct, tag="function_call", tag_field="type"):
 Item = OutputMessage | ReasoningItem | FunctionCall
 
 
-class InputTokensDetails(msgspec.Struct):
+class ResponseInputTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct):
+class ResponseOutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
@@ -154,9 +154,9 @@ class ResponseUsage(msgspec.Struct):
     """Tokens of the response."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: ResponseInputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ResponseOutputTokensDetails
     total_tokens: int
 
 

@@ -14,7 +14,7 @@ from pagedserve.api.batch.store import BatchStore
 from pagedserve.api.body import parts
 from pagedserve.api.call import json_response
 from pagedserve.api.errors import BodyTooLargeError, MediaTypeError
-from pagedserve.api.openapi import documented, documented_upload
+from pagedserve.api.openapi import documented, documented_text, documented_upload
 from pagedserve.api.protocol.files import FileDeleted, FileList, FileObject
 from pagedserve.api.state import ApiState
 from pagedserve.errors import RequestError
@@ -82,7 +82,7 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
     return json_response(await asyncio.to_thread(store.file, file_id))
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get("/v1/files/{file_id}/content", **documented_text("application/jsonl"))
 async def retrieve_file_content(request: Request, file_id: str) -> Response:
     """The file itself."""
     store = await _store(request)
