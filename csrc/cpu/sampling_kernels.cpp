@@ -22,6 +22,12 @@ constexpr float kLargest = 1e30f;  // stands for +inf
 PS_INLINE Vec usable(Vec x) { return min(max(x, set1(-kInfinity)), set1(kLargest)); }
 PS_INLINE float usable(float x) { return x != x ? -kInfinity : x > kLargest ? kLargest : x; }
 
+// How far below the best the candidates are looked for, before everywhere.
+constexpr float kDepths[] = {1.f, 2.f, 4.f, 6.f, 9.f, 14.f};
+constexpr int kNumDepths = sizeof kDepths / sizeof kDepths[0];
+// More than what the order of additions can change in a sum of masses.
+constexpr double kSlack = 1 + 1e-5;
+
 struct Candidate {
   float value;  // scaled
   float mass;   // e^(value - maximum)
@@ -105,6 +111,31 @@ double sum_masses(const Row& row, const Scratch& scratch) {
     }
     scratch.block_mass[block] = sum;
     total += sum;
+  }
+  return total;
+}
+
+// The mass within each of kDepths of the best, and in all.
+double sum_by_depth(const Row& row, const Scratch& scratch, double (&within)[kNumDepths]) {
+  for (double& sum : within) sum = 0;
+  double total = 0;
+  for (int64_t block = 0; block < num_blocks(row.vocab); ++block) {
+    if (scratch.block_max[block] / row.temperature < row.floor) continue;
+    const int64_t begin = block * kBlock, end = block_end(block, row.vocab);
+    Vec sums[kNumDepths + 1];
+    for (Vec& sum : sums) sum = zero();
+    for (int64_t i = begin; i < end; i += kWidth) {
+      const Vec logits = i + kWidth <= end ? load(row.logits + i) : load_partial(row.logits + i, static_cast<int>(end - i));
+      Vec mass = mass_of(row, logits);
+      if (i + kWidth > end) mass = keep_lanes(mass, 0, static_cast<int>(end - i), 0.f);
+      const Vec scaled = usable(logits) / set1(row.temperature);
+      for (int d = 0; d < kNumDepths; ++d) {
+        sums[d] = sums[d] + zero_where_less(scaled, set1(row.maximum - kDepths[d]), mass);
+      }
+      sums[kNumDepths] = sums[kNumDepths] + mass;
+    }
+    for (int d = 0; d < kNumDepths; ++d) within[d] += reduce_add(sums[d]);
+    total += reduce_add(sums[kNumDepths]);
   }
   return total;
 }
@@ -208,14 +239,22 @@ Candidate* copy_from(const Scratch& scratch, int64_t count, float threshold, int
 }
 
 int64_t draw_truncated(const Row& row, int64_t top_k, double top_p, double uniform, const Scratch& scratch) {
-  // top_p is a share of what top_k left: without a top_k, of everything.
-  const double wanted = top_k > 0 ? 0 : top_p * sum_masses(row, scratch);
   int64_t count = 0;
-  for (float depth = 4.f;; depth *= 2) {  // how far below the best
-    const float limit = depth <= 64.f && row.maximum - depth > row.floor ? row.maximum - depth : row.floor;
-    count = collect(row, limit, scratch);
-    if (limit <= row.floor) break;
-    if (top_k > 0 ? count >= top_k : mass_from(scratch.found, count, -kInfinity) > wanted) break;
+  double wanted = 0;
+  if (top_k > 0) {
+    for (int d = 0; count < top_k; ++d) {
+      const bool is_all = d == kNumDepths || row.maximum - kDepths[d] <= row.floor;
+      count = collect(row, is_all ? row.floor : row.maximum - kDepths[d], scratch);
+      if (is_all) break;
+    }
+  } else {
+    // Without a top_k, top_p is a share of everything.
+    double within[kNumDepths];
+    wanted = top_p * sum_by_depth(row, scratch, within);
+    int d = 0;
+    while (d < kNumDepths && within[d] <= wanted * kSlack) ++d;
+    count = collect(row, d == kNumDepths || row.maximum - kDepths[d] <= row.floor ? row.floor : row.maximum - kDepths[d],
+                    scratch);
   }
   int64_t num_left;
   float threshold = -kInfinity;

@@ -434,3 +434,30 @@ def ggml_rows(table: np.ndarray, ggml_type: int, in_features: int, row_ids: torc
         ggml_type, row_ids.data_ptr(), row_ids.shape[0],
     )  # fmt: skip
     return out
+
+
+def sample(
+    logits: torch.Tensor,  # [num_rows, vocab_size]
+    temperature: torch.Tensor,  # [num_rows]
+    min_p: torch.Tensor,  # [num_rows]
+    top_k: torch.Tensor,  # int64 [num_rows]
+    top_p: torch.Tensor,  # float64 [num_rows]
+    uniform: torch.Tensor,  # float64 [num_rows]
+) -> torch.Tensor:  # int64 [num_rows]
+    _rows(logits, "logits", 2)
+    num_rows, vocab_size = logits.shape
+    for tensor, name, dtype in (
+        (temperature, "temperature", torch.float32),
+        (min_p, "min_p", torch.float32),
+        (top_k, "top_k", torch.int64),
+        (top_p, "top_p", torch.float64),
+        (uniform, "uniform", torch.float64),
+    ):
+        _ints(tensor, name, dtype, 1)
+        _same(tensor.shape, (num_rows,), name)
+    token_ids = torch.empty(num_rows, dtype=torch.int64)
+    native.call(
+        "ps_sample", logits.data_ptr(), logits.stride(0), num_rows, vocab_size, temperature.data_ptr(),
+        min_p.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), uniform.data_ptr(), token_ids.data_ptr(),
+    )  # fmt: skip
+    return token_ids

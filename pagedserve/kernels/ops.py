@@ -189,3 +189,19 @@ def linear_rows(
     """Rows of a weight, dequantised: embedding lookup."""
     implementation = cpu if isinstance(weight, native.PackedMatrix) else reference
     return implementation.linear_rows(weight, row_ids, out)
+
+
+def sample(
+    logits: torch.Tensor,  # float32 [num_rows, vocab_size]
+    temperature: torch.Tensor,  # float32 [num_rows]; 0 takes the likeliest token, the first of equals
+    min_p: torch.Tensor,  # float32 [num_rows]; 0: none
+    top_k: torch.Tensor,  # int64 [num_rows]; 0: none
+    top_p: torch.Tensor,  # float64 [num_rows]; 1 or more: none
+    uniform: torch.Tensor,  # float64 [num_rows], in [0, 1)
+) -> torch.Tensor:  # int64 [num_rows]
+    """One token a row: temperature, min_p, top_k, top_p (of what is left), then the inverse CDF at `uniform`.
+
+    NaN counts as -inf and +inf as a huge number; -1 where nothing is above -inf. A row's token depends on nothing but
+    its own numbers.
+    """
+    return _implementation(logits).sample(logits, temperature, min_p, top_k, top_p, uniform)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pagedserve.kernels import reference_sampling
+
+sample = reference_sampling.sample
+
 
 def rms_norm(
     x: torch.Tensor,  # [..., dim]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagedserve.sampling.filters import RandomRows
+from pagedserve.sampling.filters import Filters
 from pagedserve.sampling.logits import PROCESSORS, LogitsProcessor, TokenCounts
 from pagedserve.sampling.uniform import stream_of
 from pagedserve.sampling_params import SamplingParams
@@ -88,19 +88,12 @@ class SamplingBatch:
         self.states = states
         self.num_prompt_tokens = np.array([s.num_prompt_tokens for s in states], dtype=np.int64)
         self.beam = [i for i, s in enumerate(states) if s.params.beam is not None]
-        drawn = [i for i, s in enumerate(states) if s.params.beam is None]
-        self.greedy = [i for i in drawn if states[i].params.is_greedy]
-        random = [i for i in drawn if not states[i].params.is_greedy]
-        self.random = RandomRows(
-            random, [states[i].params for i in random], [states[i].stream for i in random], vocab_size, device
-        )
-        self.logprobs = [i for i in drawn if states[i].wants_logprob]
+        self.filters = Filters([s.params for s in states], [s.stream for s in states], vocab_size, device)
+        self.logprobs = [i for i, s in enumerate(states) if s.wants_logprob and s.params.beam is None]
         self.processors: list[LogitsProcessor] = []
         for kind in PROCESSORS:
             members = [i for i, s in enumerate(states) if kind.applies(s)]
             if members:
                 self.processors.append(kind(members, [states[i] for i in members], vocab_size, device))
-
-    @property
-    def is_all_greedy(self) -> bool:
-        return len(self.greedy) == len(self.states)
+        # Nothing but a token is wanted of any row, and nothing stands between its logits and the draw.
+        self.is_plain = not (self.beam or self.logprobs or self.processors)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pagedserve.kernels.reference_sampling import usable
+
 if TYPE_CHECKING:
     from pagedserve.sampling.batch import SamplingState, TokenHistory
-
-# Stands for +inf, which softmax cannot take; small enough to survive division by the smallest temperature.
-_LARGEST = 1e30
 
 
 def sanitize(logits: torch.Tensor) -> list[int]:
@@ -30,7 +29,7 @@ def sanitize(logits: torch.Tensor) -> list[int]:
     suspects = (~torch.isfinite(best)).nonzero().flatten().tolist()
     unusable = []
     for i in suspects:
-        row = torch.nan_to_num(logits[i], nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+        row = usable(logits[i])
         if bool(torch.isneginf(row).all()):
             unusable.append(i)
             row = torch.zeros_like(row)

@@ -55,6 +55,15 @@ class Sampler:
         """Samples `logits` float32 [batch, >= vocab_size], which it may overwrite. `batch` is made for this sampler's
         `vocab_size`."""
         logits = logits[:, : self.vocab_size]
+        positions = history.lengths - batch.num_prompt_tokens
+        if batch.is_plain and masks is None:
+            token_ids = batch.filters.draw(logits, positions).cpu().numpy()
+            unusable = np.flatnonzero(token_ids < 0).tolist()
+            return SamplerOutput(
+                token_ids=token_ids,
+                logprobs=[0.0] * len(token_ids),
+                errors=dict.fromkeys(unusable, UNUSABLE_LOGITS),
+            )
         errors = dict.fromkeys(sanitize(logits), UNUSABLE_LOGITS)
         raw = torch.log_softmax(take_rows(logits, batch.logprobs), dim=-1) if batch.logprobs else None
         if batch.beam:
@@ -68,31 +77,19 @@ class Sampler:
             for i in sanitize(logits):
                 errors.setdefault(i, NO_TOKEN_LEFT)
 
-        tokens = self._tokens(logits, batch, history)
+        tokens = batch.filters.draw(logits, positions)
         output = SamplerOutput(token_ids=tokens.cpu().numpy(), logprobs=[0.0] * len(batch.states), errors=errors)
         if raw is not None:
             self._report(raw, tokens, batch, output)
         if batch.beam:
             best = best_tokens(take_rows(logits, batch.beam), [batch.states[i].num_candidates for i in batch.beam])
             output.candidates.update(zip(batch.beam, best, strict=True))
+        output.token_ids[batch.beam] = -1
         for i in errors:
             output.token_ids[i] = -1
             output.top_logprobs.pop(i, None)
             output.candidates.pop(i, None)
         return output
-
-    def _tokens(self, logits: torch.Tensor, batch: SamplingBatch, history: TokenHistory) -> torch.Tensor:
-        """int64 [batch]; -1 for rows of beam search."""
-        if batch.is_all_greedy:
-            return _best(logits)
-        tokens = torch.full((len(batch.states),), -1, dtype=torch.int64, device=logits.device)
-        if batch.greedy:
-            tokens[batch.greedy] = _best(logits[batch.greedy])
-        rows = batch.random.rows
-        if rows:
-            positions = history.lengths[rows] - batch.num_prompt_tokens[rows]
-            tokens[rows] = batch.random.draw(logits, positions)
-        return tokens
 
     def _report(self, raw: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch, output: SamplerOutput) -> None:
         """Logprobs of the rows in `batch.logprobs`, from `raw` [len(batch.logprobs), vocab_size]."""
@@ -106,8 +103,3 @@ class Sampler:
         entries = token_logprobs(take_rows(raw, asked), take_rows(chosen, asked), num_top)
         for place, entry in zip(asked, entries, strict=True):
             output.top_logprobs[batch.logprobs[place]] = entry
-
-
-def _best(logits: torch.Tensor) -> torch.Tensor:
-    """argmax along rows, the first of equals; max with its index is several times as fast on CPUs."""
-    return logits.max(dim=-1).indices

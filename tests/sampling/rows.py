@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedserve.sampling.batch import SamplingBatch, SamplingState, TokenHistory
+from pagedserve.sampling.batch import SamplingBatch, SamplingState, TokenHistory, TokenMasks
 from pagedserve.sampling.sampler import Sampler, SamplerOutput
 from pagedserve.sampling_params import SamplingParams
 
@@ -40,11 +40,12 @@ def history_of(rows: Sequence[Row]) -> TokenHistory:
     return TokenHistory(kept, np.arange(len(rows)), np.array([len(t) for t in tokens]))
 
 
-def sample(rows: Sequence[Row], vocab_limit: int | None = None) -> SamplerOutput:
+def sample(rows: Sequence[Row], vocab_limit: int | None = None, masks: TokenMasks | None = None) -> SamplerOutput:
     """Samples all rows in one batch; their logits are left as they are."""
     logits = torch.stack([row.logits for row in rows]).float()
     sampler = Sampler(logits.shape[1], vocab_limit)
-    return sampler(logits, SamplingBatch([r.state() for r in rows], sampler.vocab_size, CPU), history_of(rows))
+    batch = SamplingBatch([r.state() for r in rows], sampler.vocab_size, CPU)
+    return sampler(logits, batch, history_of(rows), masks)
 
 
 def token_of(logits: torch.Tensor, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), **params: Any) -> int:

@@ -19,13 +19,11 @@ def test_rows_are_split_by_what_they_need() -> None:
         state(n=2),
     ]
     batch = SamplingBatch(states, 50, CPU)
-    assert batch.greedy == [0, 3]
-    assert batch.random.rows == [1, 4, 5]
     assert batch.beam == [2]
     assert batch.logprobs == [3, 4]
     assert batch.processors == []
-    assert not batch.is_all_greedy
-    assert SamplingBatch([states[0], states[3]], 50, CPU).is_all_greedy
+    assert not batch.is_plain
+    assert SamplingBatch([states[0], states[1], states[5]], 50, CPU).is_plain
 
 
 def test_a_processor_is_built_only_where_a_row_needs_it() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pagedserve.sampling import filters
-from pagedserve.sampling.filters import RandomRows
+from pagedserve.kernels import native, ops, reference_sampling
+from pagedserve.sampling.filters import Filters
 from pagedserve.sampling.uniform import stream_of, uniforms
 from pagedserve.sampling_params import SamplingParams
 from tests.sampling.rows import CPU, random_logits, token_of
@@ -16,11 +16,20 @@ from tests.sampling.rows import CPU, random_logits, token_of
 SMALL, LARGE = 120, 3000
 
 
+@pytest.fixture(params=["native", "reference"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything here holds for csrc and for what defines it."""
+    if request.param == "reference":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip("the native library is not built in this environment")
+    return request.param
+
+
 def draw(logits: torch.Tensor, params: SamplingParams, num_draws: int, seed: int = 0) -> np.ndarray:
     """Tokens at output positions 0 .. num_draws - 1, all from the same logits: int64 [num_draws]."""
-    rows = list(range(num_draws))
-    random = RandomRows(rows, [params] * num_draws, [stream_of(seed, 0)] * num_draws, len(logits), CPU)
-    return random.draw(logits.expand(num_draws, -1), np.arange(num_draws)).numpy()
+    filters = Filters([params] * num_draws, [stream_of(seed, 0)] * num_draws, len(logits), CPU)
+    return filters.draw(logits.expand(num_draws, -1), np.arange(num_draws)).numpy()
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -137,9 +146,11 @@ def test_tiny_temperatures_are_greedy(dtype: torch.dtype, top_p: float) -> None:
 def test_the_numbers_at_both_ends_of_the_unit_interval_draw_possible_tokens() -> None:
     logits = torch.full((300,), -torch.inf)
     logits[[40, 200]] = 0.0
-    for uniform, expected in ((0.0, 40), (1.0 - 2**-53, 200)):
-        column = torch.tensor([[uniform]], dtype=torch.float64)
-        assert filters._pick(logits.unsqueeze(0), column).tolist() == [expected]
+    one, none = torch.ones(1), torch.zeros(1)
+    for top_k in (0, 2, 5):
+        for uniform, expected in ((0.0, 40), (1.0 - 2**-53, 200)):
+            columns = (torch.tensor([top_k]), one.double(), torch.tensor([uniform], dtype=torch.float64))
+            assert ops.sample(logits.unsqueeze(0), one, none, *columns).tolist() == [expected]
 
 
 def test_a_peaked_distribution_is_drawn_from_the_short_list() -> None:
@@ -160,22 +171,20 @@ def test_mixed_rows_draw_what_each_draws_alone() -> None:
     logits = torch.stack([random_logits(LARGE, 50 + i) for i in range(len(settings))])
     streams = [stream_of(i, 0) for i in range(len(settings))]
     alone = [
-        int(RandomRows([0], [p], [s], LARGE, CPU).draw(x.unsqueeze(0), np.array([4]))[0])
+        int(Filters([p], [s], LARGE, CPU).draw(x.unsqueeze(0), np.array([4]))[0])
         for p, s, x in zip(settings, streams, logits, strict=True)
     ]
     order = np.random.default_rng(0).permutation(len(settings)).tolist()
     for places in (list(range(len(settings))), order):
-        random = RandomRows(
-            list(range(len(places))), [settings[i] for i in places], [streams[i] for i in places], LARGE, CPU
-        )
-        drawn = random.draw(logits[places], np.full(len(places), 4))
+        filters = Filters([settings[i] for i in places], [streams[i] for i in places], LARGE, CPU)
+        drawn = filters.draw(logits[places], np.full(len(places), 4))
         assert drawn.tolist() == [alone[i] for i in places]
 
 
 def test_more_rows_than_one_piece_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.stack([random_logits(SMALL, s) for s in range(9)])
     params = [SamplingParams(top_p=0.9 if i % 2 else 1.0) for i in range(9)]
-    random = RandomRows(list(range(9)), params, [stream_of(i, 0) for i in range(9)], SMALL, CPU)
-    whole = random.draw(logits, np.zeros(9, dtype=np.int64)).tolist()
-    monkeypatch.setattr(filters, "_PIECE", 2 * SMALL)
-    assert random.draw(logits, np.zeros(9, dtype=np.int64)).tolist() == whole
+    filters = Filters(params, [stream_of(i, 0) for i in range(9)], SMALL, CPU)
+    whole = filters.draw(logits, np.zeros(9, dtype=np.int64)).tolist()
+    monkeypatch.setattr(reference_sampling, "_PIECE", 2 * SMALL)
+    assert filters.draw(logits, np.zeros(9, dtype=np.int64)).tolist() == whole

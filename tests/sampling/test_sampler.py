@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from pagedserve.sampling.batch import TokenMasks
 from pagedserve.sampling.sampler import NO_TOKEN_LEFT, UNUSABLE_LOGITS
 from pagedserve.sampling_params import BeamParams, SamplingParams
-from tests.sampling.rows import Row, random_logits, sample
+from tests.sampling.rows import CPU, Row, random_logits, sample
 
 VOCAB = 400
 GREEDY = SamplingParams(temperature=0.0)
@@ -57,6 +58,17 @@ def test_a_row_alone_and_among_32_shuffled_draws_the_same_bits() -> None:
             assert together.token_ids[place] == alone[i].token_ids[0]
             assert together.logprobs[place] == alone[i].logprobs[0]
             assert together.top_logprobs.get(place) == alone[i].top_logprobs.get(0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_binds_a_row_that_wants_nothing_else(temperature: float) -> None:
+    rows = [Row(random_logits(VOCAB, s), SamplingParams(temperature=temperature)) for s in range(3)]
+    free = sample(rows).token_ids.tolist()
+    words = np.zeros((2, -(-VOCAB // 32)), dtype=np.int32)
+    words[0, 1] = 1 << 5  # token 37 alone; the other masked row is left nothing
+    masks = TokenMasks.unpack([1, 2], words.tobytes(), CPU)
+    masked = sample(rows, masks=masks)
+    assert masked.token_ids.tolist() == [free[0], 37, -1] and masked.errors == {2: NO_TOKEN_LEFT}
 
 
 def test_the_same_seed_twice_in_a_batch_draws_the_same() -> None:
