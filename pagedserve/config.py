@@ -119,7 +119,11 @@ class SchedulerConfig:
 class ParallelConfig:
     """Where the workers run."""
 
-    executor: str = flag("inline", help="how workers are driven", choices=("inline",))
+    executor: str = flag(
+        "inline",
+        help="how workers are driven; null computes nothing, to measure the server",
+        choices=("inline", "null"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

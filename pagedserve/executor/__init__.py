@@ -9,6 +9,7 @@ EXECUTORS: Registry[type[Executor]] = Registry(
     "executor",
     {
         "inline": "pagedserve.executor.inline:InlineExecutor",
+        "null": "pagedserve.executor.null:NullExecutor",
     },
 )
 
