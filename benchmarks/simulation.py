@@ -124,7 +124,7 @@ class CountingWorker:
             num_context_tokens += row.num_computed
             if row.num_computed == row.num_tokens:
                 self._sample(seq_id, row, result)
-        for seq_id, index, block_id in output.replaced_blocks:
+        for seq_id, index, block_id, _ in output.replaced_blocks:
             rows[seq_id].block_ids[index] = block_id
         for child, parent in output.shared_logits:
             rows[child].num_computed = rows[parent].num_computed

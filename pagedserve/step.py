@@ -12,8 +12,21 @@ from pagedserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that keep their keys and values in the same blocks: those of one sliding window, or part of them."""
+
+    layers: tuple[int, ...]
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it; None: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """The shape of one KV block over all layers, as the model and the attention backend need it."""
+    """The shape of one KV block, as the model and the attention backend need it.
+
+    A block holds `block_size` tokens of one layer group, and has room for as many layers as the largest group. Without
+    `groups` all layers form one that sees everything. Lists of block ids hold the blocks of the first group, then those
+    of the second, and so on, equally many of each.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -21,10 +34,25 @@ class KVCacheSpec:
     block_size: int
     dtype: str
     bytes_per_block: int
+    groups: tuple[LayerGroup, ...] = ()
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        return self.groups or (LayerGroup(layers=tuple(range(self.num_layers))),)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer group."""
+        return tuple(group.window for group in self.layer_groups)
+
+    @property
+    def num_layers_per_block(self) -> int:
+        return max(len(group.layers) for group in self.layer_groups)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.bytes_per_block // self.block_size
+        """Of all layers, while all of them see the token."""
+        return len(self.layer_groups) * self.bytes_per_block // self.block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +76,7 @@ class NewSequence:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: list[int]
+    block_ids: list[int]  # group after group (see KVCacheSpec); any number where a window has left the block behind
     sampling_params: SamplingParams
     seed: int
     choice_index: int
@@ -89,9 +117,10 @@ class SchedulerOutput:
     seq_ids: list[int] = field(default_factory=list)
     num_scheduled: list[int] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)
-    # Per scheduled sequence: blocks appended to its table, and (index, block) of entries that copy-on-write replaced.
+    # Per scheduled sequence: blocks appended to its table, group after group; and entries that copy-on-write replaced.
     new_block_ids: list[list[int]] = field(default_factory=list)
-    replaced_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (seq_id, logical index, block id)
+    # (seq_id, logical index, block id, layer group)
+    replaced_blocks: list[tuple[int, int, int, int]] = field(default_factory=list)
     forks: list[tuple[int, int, int]] = field(default_factory=list)  # (parent seq_id, child seq_id, choice_index)
     shared_logits: list[tuple[int, int]] = field(default_factory=list)  # (child seq_id, parent seq_id)
     appended: list[tuple[int, int]] = field(default_factory=list)  # (seq_id, token_id)

@@ -15,6 +15,7 @@ from pagedserve.engine.structured_output import StructuredOutputs
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError, RequestError
 from pagedserve.executor import EXECUTORS, Executor
+from pagedserve.kv_cache.geometry import Geometry
 from pagedserve.log import get_logger
 from pagedserve.messages import (
     AbortRequests,
@@ -224,7 +225,8 @@ def build_core(
     executor.load(clock.begin)
     clock.begin("sizing the KV cache")
     plan = executor.plan_memory()
-    max_model_len = _fitting_length(executor.max_model_len, plan)
+    geometry = Geometry.of(plan.spec, config.scheduler.max_num_batched_tokens)
+    max_model_len = _fitting_length(executor.max_model_len, plan, geometry)
     executor.allocate(plan)
     grammars = StructuredOutputs(lambda: _load_tokenizer(config, files), config.structured_output)
     scheduler = Scheduler(
@@ -235,10 +237,11 @@ def build_core(
         max_model_len=max_model_len,
         bytes_per_block=plan.spec.bytes_per_block,
         num_resident_blocks=plan.num_resident_blocks,
+        windows=plan.spec.windows,
         fill_masks=grammars.fill_masks,
     )
     clock.end()
-    log.info("%s", describe_plan(plan, max_model_len))
+    log.info("%s", describe_plan(plan, max_model_len, geometry))
     core = EngineCore(scheduler, executor, send, grammars)
     return core, Ready(plan=plan, max_model_len=max_model_len, phases=clock.seconds)
 
@@ -248,12 +251,13 @@ def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
     return Tokenizer.load(files if source is None else model_files.resolve(source, require_weights=False, log=log.info))
 
 
-def describe_plan(plan: MemoryPlan, max_model_len: int) -> str:
+def describe_plan(plan: MemoryPlan, max_model_len: int, geometry: Geometry) -> str:
     """The operator's line: weights, KV pool, blocks, full-length requests."""
-    num_tokens = plan.num_device_blocks * plan.spec.block_size
+    num_blocks, num_groups = plan.num_device_blocks, geometry.num_groups
+    kind = f"in {num_groups} layer groups" if num_groups > 1 else f"({num_blocks * geometry.block_size} tokens)"
     line = (
-        f"plan: weights {_gib(plan.weights_bytes)}, KV pool {_gib(plan.kv_bytes)} = {plan.num_device_blocks} blocks of "
-        f"{plan.spec.block_size} tokens ({num_tokens} tokens), {num_tokens / max_model_len:.1f} requests of "
+        f"plan: weights {_gib(plan.weights_bytes)}, KV pool {_gib(plan.kv_bytes)} = {num_blocks} blocks of "
+        f"{geometry.block_size} tokens {kind}, {num_blocks / geometry.num_blocks_of(max_model_len):.1f} requests of "
         f"{max_model_len} tokens at once"
     )
     if plan.num_resident_blocks is not None:
@@ -286,8 +290,8 @@ class PhaseClock:
         self._phase = None
 
 
-def _fitting_length(max_model_len: int, plan: MemoryPlan) -> int:
-    num_tokens = plan.num_device_blocks * plan.spec.block_size
+def _fitting_length(max_model_len: int, plan: MemoryPlan, geometry: Geometry) -> int:
+    num_tokens = geometry.longest(plan.num_device_blocks)
     if num_tokens >= max_model_len:
         return max_model_len
     log.warning(

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from pagedserve.config import FrontConfig, SchedulerConfig
 from pagedserve.engine.tokenizer import Tokenizer, check_unicode
 from pagedserve.errors import ContextLengthError, RequestError
+from pagedserve.kv_cache.geometry import Geometry
 from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.sampling_params import SamplingParams
@@ -99,7 +101,7 @@ class InputProcessor:
         self._default_timeout = scheduler.request_timeout
         self._max_num_seqs = scheduler.max_num_seqs
         self._num_blocks = plan.num_device_blocks
-        self._block_size = plan.spec.block_size
+        self._geometry = Geometry.of(plan.spec, scheduler.max_num_batched_tokens)
         self._eos_token_ids = eos_ids(files, tokenizer)
         self._has_head = files.has_head
         vocab_size = files.config.get("vocab_size")
@@ -254,9 +256,12 @@ class InputProcessor:
 
     def _beam_room(self, num_prompt_tokens: int, width: int) -> int:
         """Output tokens for which all beams are sure to be in the pool together."""
-        shared = num_prompt_tokens // self._block_size
-        own = max(self._num_blocks - shared, 0) // width
-        return max((shared + own) * self._block_size - num_prompt_tokens, 1)
+
+        def num_blocks(num_output_tokens: int) -> int:
+            return self._geometry.num_beam_blocks(num_prompt_tokens, num_prompt_tokens + num_output_tokens, width)
+
+        lengths = range(1, self._max_model_len + 1)
+        return max(bisect_right(lengths, self._num_blocks, key=num_blocks), 1)
 
     def _check_breadth(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
         """Samples can be computed one after another where memory is short; beams need each other in every step."""
@@ -268,12 +273,11 @@ class InputProcessor:
                 param=_breadth_param(params),
             )
         if params.beam is not None and max_tokens > self._beam_room(num_prompt_tokens, num_sequences):
-            shared = num_prompt_tokens // self._block_size
-            own = -(-(num_prompt_tokens + max_tokens) // self._block_size) - shared
-            needed = shared + num_sequences * own
+            num_tokens = num_prompt_tokens + max_tokens
+            needed = self._geometry.num_beam_blocks(num_prompt_tokens, num_tokens, num_sequences)
             raise ContextLengthError(
                 f"{num_sequences} beams of {num_prompt_tokens} + {max_tokens} tokens need {needed} KV blocks of "
-                f"{self._block_size} tokens; this server has {self._num_blocks}",
+                f"{self._geometry.block_size} tokens; this server has {self._num_blocks}",
                 param="beam_width",
             )
 

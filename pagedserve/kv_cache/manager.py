@@ -1,8 +1,9 @@
 """KVCacheManager: the only face of the KV cache that the scheduler sees.
 
 It answers in counts and block ids, and gathers the copies that the next step must make (`take_block_ops`). Blocks are
-taken when a token needs them and not before, so a sequence wastes less than one block. Design: PagedAttention (Kwon et
-al., SOSP 2023).
+taken when a token needs them and not before, so a sequence wastes less than one block; those that a sliding window has
+left behind go back after each step. Design: PagedAttention (Kwon et al., SOSP 2023). Where layers form several groups
+(see `geometry`), a list of block ids is that of the first group, then that of the second, and so on, equally long.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from itertools import chain
 
 from pagedserve.kv_cache.block import Block
 from pagedserve.kv_cache.block_pool import BlockPool
-from pagedserve.kv_cache.block_table import BlockTable
-from pagedserve.kv_cache.prefix_hash import extend_digests, root_digest
+from pagedserve.kv_cache.block_table import PASSED, BlockTable
+from pagedserve.kv_cache.geometry import Geometry
+from pagedserve.kv_cache.prefix_cache import PrefixCache
+from pagedserve.kv_cache.prefix_hash import root_digest
 from pagedserve.kv_cache.residency import Residency
 from pagedserve.sequence import Request, Sequence
 from pagedserve.step import BlockOps
@@ -40,25 +43,30 @@ class KVCacheManager:
         num_device_blocks: int,
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+        max_step_tokens: int = sys.maxsize,
         num_resident_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`num_resident_blocks`: device blocks that keep their memory while nobody needs so many (default: all)."""
+        """`windows` and `max_step_tokens`: see `Geometry`. `num_resident_blocks`: device blocks that keep their memory
+        while nobody needs so many (default: all)."""
         self.block_size = block_size
+        self.geometry = Geometry(block_size=block_size, windows=windows, max_step_tokens=max_step_tokens)
         self.device = BlockPool(
             num_device_blocks, max(block_size // _MIN_OPENING_SHARE, 1), num_resident=num_resident_blocks
         )
         self._residency = Residency(self.device, clock)
         # A larger host pool could never be emptied again by the device pool it serves.
         self.host = BlockPool(min(num_host_blocks, num_device_blocks))
+        self.num_groups = self.geometry.num_groups
+        self._prefixes = PrefixCache(self.device, self.geometry)
+        self._has_windows = self.geometry.has_windows
         self._enable_prefix_caching = enable_prefix_caching
         self._tables: dict[int, BlockTable] = {}
         self._block_ops = BlockOps()
-        self._replaced: list[tuple[int, int, int]] = []
-        # Sequences of which this step completes a block: it may be found once the step has been computed.
+        self._replaced: list[tuple[int, int, int, int]] = []
+        # Sequences of which this step completes a block, or the prompt, or leaves a block behind.
         self._completing: list[Sequence] = []
-        # Blocks that this step copies from: nobody may overwrite them before.
-        self._pinned: list[Block] = []
         # Whether all tokens that count as computed are so: not while a step is under way, nor after one that failed.
         self._is_settled = True
         # Totals since the start.
@@ -74,7 +82,7 @@ class KVCacheManager:
             num_findable_tokens = 0
         max_findable = sys.maxsize if num_findable_tokens is None else num_findable_tokens // self.block_size
         root = root_digest(self.block_size, request.adapter, request.cache_salt) if max_findable else b""
-        self._tables[sequence.seq_id] = BlockTable(root, max_findable)
+        self._tables[sequence.seq_id] = BlockTable(root, max_findable, self.num_groups)
 
     def fork(self, parent: Sequence, child: Sequence, *, num_unsent: int = 0) -> None:
         """`child` starts with all blocks of `parent`, and copies the last one when it first writes into it.
@@ -83,21 +91,28 @@ class KVCacheManager:
         was before this step.
         """
         source = self._tables[parent.seq_id]
-        table = BlockTable(source.root, source.max_findable)
+        table = BlockTable(source.root, source.max_findable, self.num_groups)
         table.digests = source.digests.copy()
         self._tables[child.seq_id] = table
-        self._share(source, table, len(source.blocks))
-        table.num_registered = source.num_registered
-        table.due = source.due
+        self._share(table, [lane.copy() for lane in source.lanes], source.num_passed.copy())
+        table.num_registered, table.due = source.num_registered, source.due
         table.num_sent = source.num_sent - num_unsent
         child.num_computed_tokens = parent.num_computed_tokens
 
+    def can_attach(self, source: Sequence, num_tokens: int) -> bool:
+        """Whether `source` still has all that the token after its first `num_tokens` sees."""
+        num_passed = self._tables[source.seq_id].num_passed
+        return all(num_passed[g] <= self.geometry.num_passed(g, num_tokens) for g in range(self.num_groups))
+
     def attach(self, source: Sequence, sequence: Sequence, num_tokens: int) -> None:
         """A sequence without blocks shares those of the first `num_tokens` tokens, which `source` has computed."""
-        table = self._tables[sequence.seq_id]
-        assert not table.blocks and num_tokens <= source.num_computed_tokens
-        self._share(self._tables[source.seq_id], table, -(-num_tokens // self.block_size))
-        table.due = 0
+        table, other = self._tables[sequence.seq_id], self._tables[source.seq_id]
+        assert not len(table) and num_tokens <= source.num_computed_tokens
+        table.max_findable = min(table.max_findable, other.max_findable)
+        num_blocks = -(-num_tokens // self.block_size)
+        num_passed = [self.geometry.num_passed(group, num_tokens) for group in range(self.num_groups)]
+        lanes = [[PASSED] * n + lane[n:num_blocks] for n, lane in zip(num_passed, other.lanes, strict=True)]
+        self._share(table, lanes, num_passed)
         sequence.num_computed_tokens = num_tokens
 
     def release(self, sequence: Sequence) -> None:
@@ -112,14 +127,14 @@ class KVCacheManager:
     def row_block_ids(self, sequence: Sequence) -> list[int]:
         """The whole table, for a worker that has no row of this sequence."""
         table = self._tables[sequence.seq_id]
-        table.num_sent = len(table.blocks)
-        return table.block_ids
+        table.num_sent = len(table)
+        return [block.block_id for lane in table.lanes for block in lane]
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def num_blocks_of(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+    def num_blocks_of(self, num_tokens: int, num_shared_tokens: int = 0) -> int:
+        """Most blocks held at once until there are `num_tokens` tokens, but for those of the first, shared ones."""
+        return self.geometry.num_blocks_of(num_tokens, num_shared_tokens)
 
     def num_missing_blocks(self, sequences: Seq[Sequence], ends: Seq[int]) -> int:
         """Exactly how many free blocks it takes that each sequence may write up to its end, copies included."""
@@ -127,16 +142,31 @@ class KVCacheManager:
         missing = 0
         writers: dict[Block, int] = {}
         for sequence, end in zip(sequences, ends, strict=True):
-            blocks = self._tables[sequence.seq_id].blocks
+            lanes = self._tables[sequence.seq_id].lanes
             first = sequence.num_computed_tokens // block_size
-            num_blocks = -(-end // block_size)
-            if num_blocks > len(blocks):
-                missing += num_blocks - len(blocks)
-            if first < len(blocks) and blocks[first].ref_count > 1 and end > sequence.num_computed_tokens:
-                writers[blocks[first]] = writers.get(blocks[first], 0) + 1
+            num_blocks = len(lanes[0])
+            if end > num_blocks * block_size:
+                missing += (-(-end // block_size) - num_blocks) * len(lanes)
+            if first < num_blocks and end > sequence.num_computed_tokens:
+                for lane in lanes:
+                    if lane[first].ref_count > 1:
+                        writers[lane[first]] = writers.get(lane[first], 0) + 1
         for block, count in writers.items():
             # Where all its holders write, the last one keeps the block.
             missing += count if block.ref_count > count else count - 1
+        return missing
+
+    def num_blocks_to_come(self, sequences: Seq[Sequence]) -> int:
+        """Free blocks that these sequences will take until all tokens they have are computed."""
+        ends = [sequence.num_tokens for sequence in sequences]
+        if not self._has_windows:
+            return self.num_missing_blocks(sequences, ends)
+        missing = 0
+        for sequence, end in zip(sequences, ends, strict=True):
+            table = self._tables[sequence.seq_id]
+            num_new = -(-end // self.block_size) - len(table)
+            for group, num_passed in enumerate(table.num_passed):
+                missing += max(min(num_new, self.geometry.most_blocks(group) - len(table) + num_passed), 0)
         return missing
 
     def write(self, sequence: Sequence, end: int) -> list[int] | None:
@@ -146,31 +176,48 @@ class KVCacheManager:
         is copied first, unless this sequence is the last that holds it.
         """
         table = self._tables[sequence.seq_id]
-        blocks = table.blocks
+        blocks = table.lanes[0]
         block_size = self.block_size
         num_blocks = len(blocks)
-        missing = -(-end // block_size) - num_blocks
         first = sequence.num_computed_tokens // block_size
-        copies = first < num_blocks and blocks[first].ref_count > 1
-        if missing > 0 or copies:
-            if max(missing, 0) + copies > self.device.num_free:
-                return None
-            if copies:
-                self._copy_on_write(sequence.seq_id, table, first)
-            for _ in range(missing):
-                blocks.append(self.device.allocate())
+        # What several lanes hold in their partly filled last blocks is shared in all of them, or due to be looked at.
+        if (
+            end >= table.due or end > num_blocks * block_size or (first < num_blocks and blocks[first].ref_count > 1)
+        ) and not self._make_ready(sequence, table, end):
+            return None
+        num_sent = table.num_sent
+        num_blocks = len(blocks)
+        if num_sent == num_blocks:
+            return _NO_BLOCKS
+        table.num_sent = num_blocks
+        return [block.block_id for lane in table.lanes for block in lane[num_sent:]]
+
+    def _make_ready(self, sequence: Sequence, table: BlockTable, end: int) -> bool:
+        """Copy, allocate and note down what the tokens up to `end` ask for; False, and no change, if blocks lack."""
+        block_size = self.block_size
+        lanes = table.lanes
+        num_blocks = len(lanes[0])
+        missing = -(-end // block_size) - num_blocks
+        first, num_kept = divmod(sequence.num_computed_tokens, block_size)
+        is_inside = first < num_blocks
+        num_copies = sum(lane[first].ref_count > 1 for lane in lanes) if is_inside else 0
+        if max(missing, 0) * len(lanes) + num_copies > self.device.num_free:
+            return False
+        if num_copies:
+            self._copy_on_write(sequence.seq_id, table, first)
+        for _ in range(missing):
+            for lane in lanes:
+                lane.append(self.device.allocate())
         if end >= table.due:
             self._completing.append(sequence)
-            if first < num_blocks:
-                self.device.overwrite(blocks[first], sequence.num_computed_tokens % block_size)
-        num_sent = table.num_sent
-        if num_sent == len(blocks):
-            return _NO_BLOCKS
-        table.num_sent = len(blocks)
-        return [block.block_id for block in blocks[num_sent:]]
+            if is_inside:
+                for lane in lanes:
+                    self.device.overwrite(lane[first], num_kept)
+        return True
 
     def commit(self) -> None:
-        """The step has been computed: blocks that it completed can be found from now on, and the end of a prompt."""
+        """The step has been computed: blocks that it completed can be found from now on, and the end of a prompt; those
+        that it left behind are free."""
         self._is_settled = True
         block_size = self.block_size
         for sequence in self._completing:
@@ -179,28 +226,28 @@ class KVCacheManager:
                 continue
             num_computed, num_prompt_tokens = sequence.num_computed_tokens, sequence.num_prompt_tokens
             num_full = num_computed // block_size
-            self._register(sequence, table, min(num_full, table.max_findable))
+            self._prefixes.register(sequence, table, min(num_full, table.max_findable))
             if num_full >= table.max_findable:
                 table.num_registered = table.due = sys.maxsize
-                continue
-            table.num_registered = num_full
-            table.due = (num_full + 1) * block_size
-            if num_computed < num_prompt_tokens:
-                table.due = min(table.due, num_prompt_tokens)
-            elif num_computed == num_prompt_tokens:
-                self._register_tail(sequence, table)
+            else:
+                table.num_registered = num_full
+                table.due = (num_full + 1) * block_size
+                if num_computed < num_prompt_tokens:
+                    table.due = min(table.due, num_prompt_tokens)
+                elif num_computed == num_prompt_tokens:
+                    self._prefixes.register_tail(sequence, table)
+            if self._has_windows:
+                self._slide(table, num_computed)
         self._completing.clear()
 
     def rollback(self) -> None:
         """The step failed: nothing that it completed may be found."""
         self._completing.clear()
 
-    def take_block_ops(self) -> tuple[BlockOps, list[tuple[int, int, int]]]:
+    def take_block_ops(self) -> tuple[BlockOps, list[tuple[int, int, int, int]]]:
         """What is due to blocks before the next forward, and the table entries that copy-on-write replaced."""
         self._is_settled = False
-        for block in self._pinned:
-            self.device.release(block)
-        self._pinned.clear()
+        self._prefixes.unpin()
         self._block_ops.discard = self._residency.take_unneeded()
         taken = self._block_ops, self._replaced
         if taken[0] or taken[1]:
@@ -216,20 +263,21 @@ class KVCacheManager:
         Unless `exact`, asking again while nothing has changed around the first miss costs two look-ups, however long
         the prompt: the answer may be out of date, but is of use to whoever waits.
         """
-        num_blocks = -(-len(sequence.token_ids) // self.block_size)
+        num_tokens = len(sequence.token_ids)
         table = self._tables[sequence.seq_id]
         if not use_prefix or not table.max_findable:
-            return num_blocks
-        digests = self._prompt_digests(sequence, table)
+            return self.num_blocks_of(num_tokens)
+        digests = self._prefixes.digests_of(sequence, table)
         if table.num_hits is not None and not exact:
-            hits, held = table.num_hits
-            first_hit_stays = hits == 0 or self.device.find(digests[hits - 1]) is not None
-            if first_hit_stays and (hits == len(digests) or self.device.find(digests[hits]) is None):
-                return num_blocks - held
-        found = self._hits(digests)
-        held = sum(block.ref_count > 0 for block in found)
-        table.num_hits = (len(found), held)
-        return num_blocks - held
+            num_hits, num_blocks = table.num_hits
+            if self._prefixes.is_usable_still(digests, num_hits):
+                return num_blocks
+        num_hits = self._prefixes.num_usable(digests)
+        num_blocks = self.num_blocks_of(num_tokens, num_hits * self.block_size)
+        for lane in self._prefixes.lanes(digests, num_hits):
+            num_blocks += sum(block.ref_count == 0 for block in lane if block is not PASSED)
+        table.num_hits = (num_hits, num_blocks)
+        return num_blocks
 
     def take_prefix(self, sequence: Sequence) -> int:
         """Share the longest prefix that is in the cache, and hold it at once; returns its number of tokens.
@@ -239,26 +287,25 @@ class KVCacheManager:
         sibling's. The tail of a finished sequence that the prompt continues is simply written on.
         """
         table = self._tables[sequence.seq_id]
-        assert not table.blocks
+        assert not len(table)
         if not table.max_findable:
             return 0
-        found = self._hits(self._prompt_digests(sequence, table))
-        for block in found:
-            self.device.retain(block)
-        table.blocks = found
-        table.num_registered = len(found) if len(found) < table.max_findable else sys.maxsize
-        table.due = 0
-        sequence.num_computed_tokens = len(found) * self.block_size
-        sequence.num_computed_tokens += self._take_opening(sequence, table)
+        digests = self._prefixes.digests_of(sequence, table)
+        num_hits = self._prefixes.num_usable(digests)
+        num_tokens = num_hits * self.block_size
+        num_passed = [self.geometry.num_passed(group, num_tokens) for group in range(self.num_groups)]
+        self._share(table, self._prefixes.lanes(digests, num_hits), num_passed)
+        table.num_registered = num_hits if num_hits < table.max_findable else sys.maxsize
+        sequence.num_computed_tokens = num_tokens + self._prefixes.take_opening(sequence, table)
         return sequence.num_computed_tokens
 
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is ever found again; running sequences keep their blocks, hidden from others."""
         self.device.forget_all()
         for table in self._tables.values():
-            if table.blocks:
-                table.max_findable = 0
-                table.num_registered = table.due = sys.maxsize
+            if len(table):
+                table.max_findable = table.due = 0
+                table.num_registered = sys.maxsize
             table.num_hits = None
 
     # -- preemption ----------------------------------------------------------------------------------------------------
@@ -268,15 +315,19 @@ class KVCacheManager:
         return len({block for s in sequences for block in self._tables[s.seq_id].blocks})
 
     def num_held_tokens(self, sequences: Iterable[Sequence]) -> int:
-        """Computed tokens in these blocks, those that several sequences share counted once."""
+        """Computed tokens that would be lost with these blocks, those that several sequences share counted once."""
         seen: set[Block] = set()
-        num_tokens = 0
+        num_tokens = num_passed_tokens = 0
         for sequence in sequences:
-            for index, block in enumerate(self._tables[sequence.seq_id].blocks):
-                if block not in seen:
+            table = self._tables[sequence.seq_id]
+            num_passed = table.num_passed[self.geometry.widest]
+            # Siblings have most of what has passed in common: their prompt.
+            num_passed_tokens = max(num_passed_tokens, num_passed * self.block_size)
+            for index, block in enumerate(table.lanes[self.geometry.widest]):
+                if index >= num_passed and block not in seen:
                     seen.add(block)
                     num_tokens += min(self.block_size, sequence.num_computed_tokens - index * self.block_size)
-        return num_tokens
+        return num_tokens + num_passed_tokens
 
     def swap_out(self, sequences: Seq[Sequence]) -> bool:
         """Move all blocks to the host, each once however many share it; False, and no change, if they do not fit."""
@@ -302,31 +353,36 @@ class KVCacheManager:
         moved: dict[Block, Block] = {}
         for sequence, table in zip(sequences, tables, strict=True):
             num_findable = min(sequence.num_computed_tokens // self.block_size, len(table.digests), table.max_findable)
-            for index, block in enumerate(table.blocks):
-                if block in moved:
-                    continue
-                found = self.device.find(table.digests[index]) if index < num_findable else None
-                if found is not None:
-                    self.device.retain(found)
-                    moved[block] = found
-                else:
-                    moved[block] = self.device.allocate()
-                    self._block_ops.swap_in.append((block.block_id, moved[block].block_id))
-                    self.num_swapped_in_blocks += 1
+            for group, lane in enumerate(table.lanes):
+                for index, block in enumerate(lane):
+                    if block in moved or block is PASSED:
+                        continue
+                    found = self._prefixes.find(table.digests[index], group) if index < num_findable else None
+                    if found is not None:
+                        self.device.retain(found)
+                        moved[block] = found
+                    else:
+                        moved[block] = self.device.allocate()
+                        self._block_ops.swap_in.append((block.block_id, moved[block].block_id))
+                        self.num_swapped_in_blocks += 1
             if table.max_findable:
-                table.num_registered = table.due = 0
+                table.num_registered = 0
+            table.due = 0
         self._move(tables, moved, self.host, self.device)
 
     # -- proof ---------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Prove the accounts of both pools; AssertionError tells what is wrong."""
-        for pool, on_host, pinned in ((self.device, False, self._pinned), (self.host, True, [])):
+        for pool, on_host, pinned in ((self.device, False, self._prefixes.pinned), (self.host, True, [])):
             held = (block for t in self._tables.values() if t.on_host is on_host for block in t.blocks)
             pool.check(chain(held, pinned))
         for seq_id, table in self._tables.items():
-            assert table.num_sent <= len(table.blocks), f"sequence {seq_id}: more blocks sent than there are"
+            assert table.num_sent <= len(table), f"sequence {seq_id}: more blocks sent than there are"
             assert len(set(table.blocks)) == len(table.blocks), f"sequence {seq_id} has a block twice"
+            for lane, num_passed in zip(table.lanes, table.num_passed, strict=True):
+                assert len(lane) == len(table), f"sequence {seq_id}: lanes of different lengths"
+                assert [block is PASSED for block in lane] == [i < num_passed for i in range(len(lane))]
 
     @property
     def num_free_blocks(self) -> int:
@@ -340,93 +396,44 @@ class KVCacheManager:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _share(self, source: BlockTable, table: BlockTable, num_blocks: int) -> None:
-        table.blocks = source.blocks[:num_blocks]
-        table.max_findable = min(table.max_findable, source.max_findable)
+    def _share(self, table: BlockTable, lanes: list[list[Block]], num_passed: list[int]) -> None:
+        table.lanes, table.num_passed = lanes, num_passed
+        table.due = 0
         for block in table.blocks:
             self.device.retain(block)
 
     def _empty(self, sequence: Sequence, table: BlockTable) -> None:
         if self._is_settled and not table.on_host:
-            self._register_tail(sequence, table)
+            self._prefixes.register_tail(sequence, table)
         pool = self.host if table.on_host else self.device
         for block in reversed(table.blocks):
             pool.release(block)
-        table.blocks = []
-        table.num_sent = 0
-        table.num_registered = table.due = 0
-        table.num_hits = None
-        table.on_host = False
+        table.clear(self.num_groups)
 
     def _copy_on_write(self, seq_id: int, table: BlockTable, index: int) -> None:
-        shared, own = table.blocks[index], self.device.allocate()
-        self._block_ops.copy.append((shared.block_id, own.block_id))
-        self.num_copied_blocks += 1
-        self.device.release(shared)
-        table.blocks[index] = own
-        if index < table.num_sent:
-            self._replaced.append((seq_id, index, own.block_id))
+        for group, lane in enumerate(table.lanes):
+            shared = lane[index]
+            if shared.ref_count == 1:
+                continue
+            own = lane[index] = self.device.allocate()
+            self._block_ops.copy.append((shared.block_id, own.block_id))
+            self.num_copied_blocks += 1
+            self.device.release(shared)
+            if index < table.num_sent:
+                self._replaced.append((seq_id, index, own.block_id, group))
 
-    def _register(self, sequence: Sequence, table: BlockTable, num_blocks: int) -> None:
-        """Enter the first `num_blocks` blocks, all full, into the index."""
-        start = table.num_registered
-        if start >= num_blocks:
-            return
-        token_ids, digests, block_size = sequence.token_ids, table.digests, self.block_size
-        extend_digests(digests, num_blocks, token_ids, block_size, table.root)
-        parent = digests[start - 1] if start else table.root
-        for index in range(start, num_blocks):
-            digest = digests[index]
-            place = index * block_size
-            self.device.register(table.blocks[index], digest, parent, token_ids[place : place + block_size])
-            parent = digest
-
-    def _register_tail(self, sequence: Sequence, table: BlockTable) -> None:
-        """Let the partly filled last block be found by what it begins with."""
-        num_full = sequence.num_computed_tokens // self.block_size
-        if num_full >= min(len(table.blocks), table.max_findable):
-            return
-        extend_digests(table.digests, num_full, sequence.token_ids, self.block_size, table.root)
-        parent = table.digests[num_full - 1] if num_full else table.root
-        tail = sequence.token_ids[num_full * self.block_size : sequence.num_computed_tokens]
-        self.device.register_opening(table.blocks[num_full], parent, tail)
-
-    def _take_opening(self, sequence: Sequence, table: BlockTable) -> int:
-        """Share the block with the most of the tokens after the table's; returns how many it has."""
-        num_blocks = len(table.blocks)
-        start = num_blocks * self.block_size
-        wanted = sequence.token_ids[start : min(start + self.block_size, len(sequence.token_ids) - 1)]
-        found = self.device.find_opening(table.digests[num_blocks - 1] if num_blocks else table.root, wanted)
-        if found is None:
-            return 0
-        block, num_tokens = found
-        is_free = block.ref_count == 0
-        assert block.opening is not None
-        if not is_free or block.digest is not None or num_tokens < len(block.opening[1]):
-            # Its content is of use to others. A free one is held beside its copy until the step has run.
-            num_blocks_to_come = self.num_blocks_of(len(sequence.token_ids)) - num_blocks
-            if is_free and self.device.num_free <= num_blocks_to_come:
-                return 0
-            self.device.retain(block)
-            self._pinned.append(block)
-        self.device.retain(block)
-        table.blocks.append(block)
-        return num_tokens
-
-    def _prompt_digests(self, sequence: Sequence, table: BlockTable) -> list[bytes]:
-        """Digests of the blocks that a look-up may use: full, findable, and without the last token."""
-        limit = min((len(sequence.token_ids) - 1) // self.block_size, table.max_findable)
-        extend_digests(table.digests, limit, sequence.token_ids, self.block_size, table.root)
-        return table.digests if len(table.digests) == limit else table.digests[:limit]
-
-    def _hits(self, digests: list[bytes]) -> list[Block]:
-        found = []
-        for digest in digests:
-            block = self.device.find(digest)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def _slide(self, table: BlockTable, position: int) -> None:
+        """Give back what the token at `position` cannot see, and come again when more has passed."""
+        for group, window in enumerate(self.geometry.windows):
+            if window is None:
+                continue
+            lane, start = table.lanes[group], table.num_passed[group]
+            end = max(self.geometry.num_passed(group, position), start)
+            for index in range(start, end):
+                self.device.release(lane[index])
+                lane[index] = PASSED
+            table.num_passed[group] = end
+            table.due = min(table.due, (end + 1) * self.block_size + window - 1)
 
     def _move(self, tables: list[BlockTable], moved: dict[Block, Block], source: BlockPool, target: BlockPool) -> None:
         """Point tables at the other pool. A new block comes with one reference, for the first table that takes it."""
@@ -434,10 +441,13 @@ class KVCacheManager:
         for table in tables:
             for block in reversed(table.blocks):
                 source.release(block)
-            for index, block in enumerate(table.blocks):
-                table.blocks[index] = moved[block]
-                if block in taken:
-                    target.retain(moved[block])
-                taken.add(block)
+            for lane in table.lanes:
+                for index, block in enumerate(lane):
+                    if block is PASSED:
+                        continue
+                    lane[index] = moved[block]
+                    if block in taken:
+                        target.retain(moved[block])
+                    taken.add(block)
             table.num_sent = 0
             table.on_host = target is self.host

@@ -257,8 +257,7 @@ class Decoder(ABC):
     ) -> torch.Tensor:  # [num_tokens, hidden]
         """Hidden states after the last norm. Writes this step's keys and values into the cache of `context`."""
         residual, x = self.embed(token_ids, positions), None
-        metadata = context.metadata
-        for layer, layer_cache in zip(self.layers, context.kv_cache.unbind(1), strict=True):
+        for layer, (layer_cache, metadata) in zip(self.layers, context.per_layer(), strict=True):
             x = layer(x, residual, positions, layer_cache, metadata)
         return self.norm.add(x, residual)
 

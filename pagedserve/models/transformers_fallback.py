@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from pagedserve.attention import AttentionBackend
+from pagedserve.attention import AttentionBackend, AttentionMetadata
 from pagedserve.errors import ModelLoadError, PagedServeError
 from pagedserve.layers.attention import ForwardContext
 from pagedserve.log import get_logger
@@ -47,9 +47,7 @@ class TransformersForCausalLM:
         self.weights_bytes = weights_bytes
         self._attention = attention
         self._model = model
-        self._layers = [
-            _PagedLayer(attention, layer, index, attention.spec.scale) for index, layer in enumerate(config.layers)
-        ]
+        self._layers = [_PagedLayer(attention, layer, attention.spec.scale) for layer in config.layers]
         for layer in self._layers:
             model.get_submodule(layer.asks.module).paged_layer = layer
         transformers.AttentionInterface.register(_NAME, _attend)
@@ -99,6 +97,11 @@ class TransformersForCausalLM:
         return self.config.num_layers
 
     @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Of each layer: a token sees itself and the window - 1 tokens before it, or all."""
+        return tuple(layer.sliding_window for layer in self.config.layers)
+
+    @property
     def num_kv_heads(self) -> int:
         return self.config.num_kv_heads
 
@@ -119,13 +122,13 @@ class TransformersForCausalLM:
     ) -> torch.Tensor:  # [num_tokens, hidden]
         """Hidden states after the last norm. Writes this step's keys and values into the cache of `context`."""
         # Not every model hands arguments down to its attention, so the layers hold the step while it runs.
-        for layer in self._layers:
-            layer.context = context
+        for layer, place in zip(self._layers, context.per_layer(), strict=True):
+            layer.place = place
         try:
             output = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         finally:
             for layer in self._layers:
-                layer.context = None
+                layer.place = None
         return output[0][0]
 
     @torch.inference_mode()
@@ -175,32 +178,25 @@ class _GivenOutput:
 class _PagedLayer:
     """One attention layer's way to its part of the pool."""
 
-    __slots__ = ("_backend", "_index", "_query_scale", "asks", "context")
+    __slots__ = ("_backend", "_query_scale", "asks", "place")
 
-    def __init__(self, backend: AttentionBackend, asks: LayerAttention, index: int, scale: float):
+    def __init__(self, backend: AttentionBackend, asks: LayerAttention, scale: float):
         self.asks = asks
-        self.context: ForwardContext | None = None
+        # While a step runs: the layer's view of the pool, and the metadata of its layer group.
+        self.place: tuple[torch.Tensor, AttentionMetadata] | None = None
         self._backend = backend
-        self._index = index
         # The backend has one scale for all layers; a layer with another one scales its queries.
         self._query_scale = asks.scale / scale
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[1, heads, num_tokens, dim] each -> [1, num_tokens, heads, value_dim]"""
-        assert self.context is not None, "attention outside of a step"
+        assert self.place is not None, "attention outside of a step"
         query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         if self._query_scale != 1.0:
             query = query * self._query_scale
         if self.asks.value_dim < self.asks.head_dim:
             value = nn.functional.pad(value, (0, self.asks.head_dim - self.asks.value_dim))
-        attended = self._backend.forward(
-            query,
-            key,
-            value,
-            self.context.kv_cache[:, self._index],
-            self.context.metadata,
-            sliding_window=self.asks.sliding_window,
-        )
+        attended = self._backend.forward(query, key, value, *self.place, sliding_window=self.asks.sliding_window)
         return attended[None, :, :, : self.asks.value_dim]
 
 

@@ -109,7 +109,7 @@ class Groups:
             s for s in self._filling.values() if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1
         ]
         self._filling = {s.seq_id: s for s in filling}
-        return self.cache.num_missing_blocks(filling, [s.num_tokens for s in filling])
+        return self.cache.num_blocks_to_come(filling)
 
     def waste(self, group: Group, num_tokens: int) -> None:
         """These tokens will be computed a second time."""

@@ -135,7 +135,8 @@ class Preemption:
                 # As for a return: what runs keeps a block for each sequence, if anything runs. Beams of which one is
                 # parked do not run: they wait for it.
                 num_growing = groups.num_live - (0 if group.branching.can_park else len(group.live))
-                room = groups.cache.num_free_blocks - groups.num_promised_blocks() - num_growing
+                num_reserved = groups.num_promised_blocks() + num_growing * groups.cache.num_groups
+                room = groups.cache.num_free_blocks - num_reserved
                 if room > 0:
                     self._attach(group, sequence, room)
             is_stuck = group.parked and not group.branching.can_park and groups.running == [group]
@@ -162,18 +163,21 @@ class Preemption:
         """Bring one parked sequence back where `room` blocks are enough for it."""
         groups = self._groups
         cache = groups.cache
-        num_blocks = cache.num_blocks_of(len(sequence.token_ids))
+        num_tokens = len(sequence.token_ids)
         if group.live:
             source, num_shared = nearest_sibling(sequence, group.live)
-            is_computed = source.num_computed_tokens >= num_shared
-            if not is_computed or num_blocks - num_shared // cache.block_size > room:
+            if source.num_computed_tokens < num_shared:
                 return
-            cache.attach(source, sequence, num_shared)
-        elif num_blocks > cache.device.num_blocks:
+            if cache.can_attach(source, num_shared):
+                if cache.num_blocks_of(num_tokens, num_shared) <= room:
+                    cache.attach(source, sequence, num_shared)
+                    groups.revive(group, sequence)
+                return
+            # The sibling's window has left what this sequence needs: it is computed on its own.
+        if cache.num_blocks_of(num_tokens) > cache.device.num_blocks:
             groups.end_sequence(sequence, group, FinishReason.LENGTH)
             return
-        elif num_blocks > room:
+        if cache.num_blocks_of(num_tokens) > room:
             return
-        else:
-            groups.take_prefix(group, sequence)
+        groups.take_prefix(group, sequence)
         groups.revive(group, sequence)

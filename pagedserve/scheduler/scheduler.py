@@ -50,6 +50,7 @@ class Scheduler:
         num_host_blocks: int,
         max_model_len: int,
         bytes_per_block: int = 0,
+        windows: tuple[int | None, ...] = (None,),
         num_resident_blocks: int | None = None,
         fill_masks: FillMasks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -66,6 +67,8 @@ class Scheduler:
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=cache.enable_prefix_caching,
+            windows=windows,
+            max_step_tokens=config.max_num_batched_tokens,
             num_resident_blocks=num_resident_blocks,
             clock=clock,
         )
@@ -270,14 +273,14 @@ class Scheduler:
         reserve = self._num_watermark_blocks
         if group.num_preemptions:
             # Every running sequence may take one more block before the next preemption: a block's worth of steps.
-            reserve = max(reserve, self._groups.num_live)
+            reserve = max(reserve, self._groups.num_live * self._cache.num_groups)
         reserve += self._groups.num_promised_blocks()
         room = self._cache.num_free_blocks - reserve
         if group.status is SequenceStatus.SWAPPED:
-            return self._cache.num_held_blocks(group.live) + group.num_seats <= room
+            return self._cache.num_held_blocks(group.live) + group.num_seats * self._cache.num_groups <= room
         leader = group.live[0]
         num_leader_blocks = self._cache.num_blocks_of(len(leader.token_ids))
-        room -= max(group.num_seats - 1, group.num_lost_blocks - num_leader_blocks)
+        room -= max((group.num_seats - 1) * self._cache.num_groups, group.num_lost_blocks - num_leader_blocks)
         use_prefix = group.request.read_prefix_cache
         return (
             self._cache.num_blocks_to_admit(leader, use_prefix=use_prefix) <= room
@@ -310,7 +313,8 @@ class Scheduler:
                 continue
             # A row that is only now sent cannot be forked; its children are sent beside it.
             is_new = self._groups.rows.is_new(leader)
-            num_unsent = 0 if is_new else len(output.new_block_ids[output.seq_ids.index(leader.seq_id)])
+            sent = [] if is_new else output.new_block_ids[output.seq_ids.index(leader.seq_id)]
+            num_unsent = len(sent) // self._cache.num_groups
             for choice_index in range(1, 1 + group.branching.num_children):
                 child = self._groups.new_child(group, leader, choice_index)
                 self._cache.fork(leader, child, num_unsent=num_unsent)

@@ -23,8 +23,8 @@ class InputBatch:
     positions: np.ndarray  # int64 [num_tokens]
     query_start_loc: np.ndarray  # int32 [num_seqs + 1]
     seq_lens: np.ndarray  # int32 [num_seqs], context length including this step's tokens
-    block_tables: np.ndarray  # int32 [num_seqs, max_blocks]
-    slot_mapping: np.ndarray  # int64 [num_tokens]
+    block_tables: np.ndarray  # int32 [num_groups, num_seqs, max_blocks]
+    slot_mapping: np.ndarray  # int64 [num_groups, num_tokens]
     max_query_len: int
     max_seq_len: int
 
@@ -68,16 +68,18 @@ def gather(rows: Rows, output: SchedulerOutput) -> InputBatch:
 _SAMPLES = (((0, 4, 3), (5, 1, 0), (0, 2, 0)), ((3, 5, 1), (0, 1, 0), (7, 1, 0), (0, 2, 9), (2, 4, 0)))
 
 
-def sample_batches(block_size: int) -> list[tuple[InputBatch, np.ndarray]]:
+def sample_batches(block_size: int, num_groups: int) -> list[tuple[InputBatch, np.ndarray]]:
     """Two made-up steps of different numbers of tokens, sequences and samples, and the last tokens of those sampled.
 
     They read block 0 and keep nothing: every slot is -1.
     """
-    return [_sample_batch(shape, block_size) for shape in _SAMPLES]
+    return [_sample_batch(shape, block_size, num_groups) for shape in _SAMPLES]
 
 
-def _sample_batch(shape: tuple[tuple[int, int, int], ...], block_size: int) -> tuple[InputBatch, np.ndarray]:
-    rows = Rows(len(shape), block_size)
+def _sample_batch(
+    shape: tuple[tuple[int, int, int], ...], block_size: int, num_groups: int
+) -> tuple[InputBatch, np.ndarray]:
+    rows = Rows(len(shape), block_size, num_groups=num_groups)
     params = SamplingParams(temperature=0.0)
     output = SchedulerOutput(step_id=-1)
     for seq_id, (computed, count, more) in enumerate(shape):
@@ -88,7 +90,7 @@ def _sample_batch(shape: tuple[tuple[int, int, int], ...], block_size: int) -> t
                 token_ids=[0] * total,
                 num_prompt_tokens=total,
                 num_computed_tokens=computed,
-                block_ids=[0] * -(-total // block_size),
+                block_ids=[0] * (-(-total // block_size) * num_groups),
                 sampling_params=params,
                 seed=0,
                 choice_index=0,

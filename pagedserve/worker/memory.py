@@ -78,12 +78,12 @@ def _num_device_blocks(
     else:
         share = min(cache.gpu_memory_utilization, MAX_CPU_SHARE) if on_cpu else cache.gpu_memory_utilization
         # More than every running sequence at full length could ever use is not worth holding.
-        useful = max_num_seqs * math.ceil(max_model_len / spec.block_size)
+        useful = max_num_seqs * math.ceil(max_model_len / spec.block_size) * len(spec.layer_groups)
         blocks = min(int(free_bytes * share) // spec.bytes_per_block, useful)
         change = (
             f"free some memory ({_gib(free_bytes)} are free), raise --gpu-memory-utilization or use --kv-cache-memory"
         )
-    needed = math.ceil(min(max_model_len, MIN_POOL_TOKENS) / spec.block_size)
+    needed = math.ceil(min(max_model_len, MIN_POOL_TOKENS) / spec.block_size) * len(spec.layer_groups)
     if blocks < needed:
         raise ConfigError(
             f"memory for {blocks} KV blocks of {spec.block_size} tokens, but one short request needs {needed} "

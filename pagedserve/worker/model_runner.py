@@ -7,6 +7,7 @@ how attention is computed in its backend, who runs is decided above. Be paranoid
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,16 @@ class ModelRunner:
         rows: Rows,
         sampler: Sampler,
         device: torch.device,
+        places: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """`model` is a class of `pagedserve.models`."""
+        """`model` is a class of `pagedserve.models`; for `places` see ForwardContext."""
         self._model = model
         self._attention = attention
         self._storage = storage
         self._rows = rows
         self._sampler = sampler
         self._device = device
+        self._places = places
         self.graph = StepGraph(model, self._samples)
         # The batch of the last step, and what it was made for: decoding samples the same rows step after step.
         self._batch_key: tuple[int, list[int]] | None = None
@@ -74,23 +77,26 @@ class ModelRunner:
         return result
 
     def _inputs(self, batch: InputBatch, last_tokens: np.ndarray) -> StepInputs:
-        metadata = self._attention.build_metadata(
+        build = partial(
+            self._attention.build_metadata,
             query_start_loc=self._tensor(batch.query_start_loc),
             seq_lens=self._tensor(batch.seq_lens),
-            block_tables=self._tensor(batch.block_tables),
-            slot_mapping=self._tensor(batch.slot_mapping),
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )
+        groups = zip(self._tensor(batch.block_tables), self._tensor(batch.slot_mapping), strict=True)
+        metadata, *more = [build(block_tables=tables, slot_mapping=slots) for tables, slots in groups]
         return StepInputs(
             token_ids=self._tensor(batch.token_ids),
             positions=self._tensor(batch.positions),
             last_tokens=self._tensor(last_tokens.astype(np.int64)),
-            context=ForwardContext(metadata=metadata, kv_cache=self._storage.device_pool),
+            context=ForwardContext(
+                metadata=metadata, more_metadata=tuple(more), kv_cache=self._storage.device_pool, places=self._places
+            ),
         )
 
     def _samples(self) -> tuple[StepInputs, StepInputs]:
-        first, second = sample_batches(self._rows.block_tables.block_size)
+        first, second = sample_batches(self._rows.block_tables.block_size, self._rows.block_tables.num_groups)
         return self._inputs(*first), self._inputs(*second)
 
     def _sample(self, output: SchedulerOutput, sampled: np.ndarray, logits: torch.Tensor) -> ModelRunnerOutput:

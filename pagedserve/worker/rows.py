@@ -16,11 +16,11 @@ from pagedserve.worker.block_tables import BlockTables, grown
 class Rows:
     """State of the live sequences, as columns by row."""
 
-    def __init__(self, num_rows: int, block_size: int, num_tokens: int = 1024) -> None:
+    def __init__(self, num_rows: int, block_size: int, num_tokens: int = 1024, num_groups: int = 1) -> None:
         """Room for `num_rows` sequences of `num_tokens` tokens to begin with; both grow."""
         self.token_ids = np.zeros((num_rows, num_tokens), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.block_tables = BlockTables(num_rows, -(-num_tokens // block_size), block_size)
+        self.block_tables = BlockTables(num_rows, -(-num_tokens // block_size), block_size, num_groups)
         self.states: list[SamplingState | None] = [None] * num_rows
         # Live sequences whose prompt logprobs are wanted: nearly always none.
         self.with_prompt_logprobs: set[int] = set()
@@ -50,8 +50,8 @@ class Rows:
         for seq_id, block_ids in zip(output.seq_ids, output.new_block_ids, strict=True):
             if block_ids:
                 self.block_tables.append(self.row_of(seq_id), block_ids)
-        for seq_id, index, block_id in output.replaced_blocks:
-            self.block_tables.replace(self.row_of(seq_id), index, block_id)
+        for seq_id, index, block_id, group in output.replaced_blocks:
+            self.block_tables.replace(self.row_of(seq_id), index, block_id, group)
 
     def row_of(self, seq_id: int) -> int:
         row = self._row_of.get(seq_id)

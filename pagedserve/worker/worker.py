@@ -21,6 +21,7 @@ from pagedserve.sampling.sampler import Sampler
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, NewSequence, SchedulerOutput
 from pagedserve.worker.kv_storage import KVStorage
+from pagedserve.worker.layer_groups import layer_groups, layer_places
 from pagedserve.worker.memory import free_memory, make_plan, usable_cores
 from pagedserve.worker.model_runner import ModelRunner
 from pagedserve.worker.rows import Rows
@@ -119,7 +120,7 @@ class Worker:
         storage = KVStorage(
             num_device_blocks=plan.num_device_blocks,
             num_host_blocks=plan.num_host_blocks,
-            num_layers=plan.spec.num_layers,
+            num_layers=plan.spec.num_layers_per_block,
             layer_block_shape=self._attention.layer_block_shape,
             dtype=self._kv_dtype,
             device=self._device,
@@ -128,12 +129,13 @@ class Worker:
             self._model,
             attention=self._attention,
             storage=storage,
-            rows=Rows(self._scheduler.max_num_seqs, plan.spec.block_size),
+            rows=Rows(self._scheduler.max_num_seqs, plan.spec.block_size, num_groups=len(plan.spec.layer_groups)),
             sampler=Sampler(self._model.vocab_size, self._vocab_limit),
             device=self._device,
+            places=layer_places(plan.spec.layer_groups),
         )
         self._progress("warming up")
-        for step in _warm_up_steps():
+        for step in _warm_up_steps(len(plan.spec.layer_groups)):
             self._runner.execute(step)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -148,6 +150,7 @@ class Worker:
 
     def _kv_cache_spec(self) -> KVCacheSpec:
         assert self._attention is not None, "load_model comes first"
+        groups = layer_groups(self._model.layer_windows, self._max_model_len)
         layer_bytes = math.prod(self._attention.layer_block_shape) * self._kv_dtype.itemsize
         return KVCacheSpec(
             num_layers=self._model.num_layers,
@@ -155,7 +158,8 @@ class Worker:
             head_dim=self._model.head_dim,
             block_size=self._cache.block_size,
             dtype=str(self._kv_dtype).removeprefix("torch."),
-            bytes_per_block=self._model.num_layers * layer_bytes,
+            bytes_per_block=max(len(group.layers) for group in groups) * layer_bytes,
+            groups=groups,
         )
 
 
@@ -177,14 +181,14 @@ def _dtype(name: str, device: torch.device, files: ModelFiles) -> torch.dtype:
     return torch.float16 if stored == "float16" else torch.bfloat16
 
 
-def _warm_up_steps() -> list[SchedulerOutput]:
+def _warm_up_steps(num_groups: int) -> list[SchedulerOutput]:
     """One token of a sequence that no scheduler sent, in a block that is still free; then the sequence is gone."""
     sequence = NewSequence(
         seq_id=-1,
         token_ids=[0],
         num_prompt_tokens=1,
         num_computed_tokens=0,
-        block_ids=[0],
+        block_ids=[0] * num_groups,
         sampling_params=SamplingParams(temperature=0.0),
         seed=0,
         choice_index=0,

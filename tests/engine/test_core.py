@@ -29,6 +29,7 @@ from pagedserve.errors import (
 )
 from pagedserve.executor.base import PendingStep
 from pagedserve.executor.inline import InlineExecutor
+from pagedserve.kv_cache.geometry import Geometry
 from pagedserve.messages import (
     AbortRequests,
     AddRequest,
@@ -301,7 +302,7 @@ def test_phases_are_announced_and_timed() -> None:
 def test_the_plan_names_what_an_operator_asks_for() -> None:
     spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", bytes_per_block=2048)
     plan = MemoryPlan(weights_bytes=2**30, kv_bytes=2**29, num_device_blocks=64, num_host_blocks=7, spec=spec)
-    line = describe_plan(plan, 512)
+    line = describe_plan(plan, 512, Geometry.of(spec, 2048))
     for part in (
         "weights 1.00 GiB",
         "KV pool 0.50 GiB",

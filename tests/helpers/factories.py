@@ -45,7 +45,9 @@ def make_request(prompt: int | list[int] = 5, **options: Any) -> Request:
 def make_scheduler(num_blocks: int = 64, num_host_blocks: int = 0, **options: Any) -> Scheduler:
     """A scheduler over blocks of 4 tokens, without a watermark; options are fields of its configs or arguments."""
     cache = {"block_size": 4, **{name: options.pop(name) for name in _CACHE_FIELDS if name in options}}
-    arguments = {name: options.pop(name) for name in ("max_model_len", "bytes_per_block", "clock") if name in options}
+    arguments = {
+        name: options.pop(name) for name in ("max_model_len", "bytes_per_block", "clock", "windows") if name in options
+    }
     return Scheduler(
         SchedulerConfig(**{"watermark": 0.0, **options}),
         CacheConfig(**cache),

@@ -69,19 +69,40 @@ class HashModel:
 @dataclass
 class Row:
     token_ids: list[int]
-    block_ids: list[int]
+    lanes: list[list[int]]
     params: SamplingParams
     seed: int
     choice_index: int
     num_prompt_tokens: int
     num_seen: int = 0  # tokens computed since the row came
 
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks, those that a window has left behind too."""
+        return [block for lane in self.lanes for block in lane]
+
+
+def lanes_of(block_ids: list[int], num_groups: int) -> list[list[int]]:
+    """One list for each layer group."""
+    size, rest = divmod(len(block_ids), num_groups)
+    assert not rest, "groups have different numbers of blocks"
+    return [block_ids[group * size : (group + 1) * size] for group in range(num_groups)]
+
 
 class FakeExecutor:
     """Obeys SchedulerOutput to the letter, and refuses what breaks its protocol (AssertionError)."""
 
-    def __init__(self, *, num_blocks: int, num_host_blocks: int = 0, block_size: int = 4, model: Any = None):
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        block_size: int = 4,
+        model: Any = None,
+        windows: tuple[int | None, ...] = (None,),
+    ):
         self.block_size = block_size
+        self.windows = windows
         self.model = model or HashModel()
         self.device: list[list[Chain | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[Chain | None]] = [[None] * block_size for _ in range(num_host_blocks)]
@@ -103,7 +124,8 @@ class FakeExecutor:
             row = self.rows[seq_id]
             end = num_computed + num_scheduled
             assert num_scheduled > 0 and end <= len(row.token_ids), f"sequence {seq_id} has no tokens to compute"
-            assert end <= len(row.block_ids) * self.block_size, f"sequence {seq_id} has no blocks for {end} tokens"
+            for lane in row.lanes:
+                assert end <= len(lane) * self.block_size, f"sequence {seq_id} has no blocks for {end} tokens"
             self._write(seq_id, row, num_computed, end)
             row.num_seen += num_scheduled
             if row.params.prompt_logprobs is not None and len(row.token_ids) == row.num_prompt_tokens:
@@ -143,7 +165,12 @@ class FakeExecutor:
             row = self.rows[parent]
             assert child not in self.rows
             self.rows[child] = Row(
-                row.token_ids.copy(), row.block_ids.copy(), row.params, row.seed, choice_index, row.num_prompt_tokens
+                row.token_ids.copy(),
+                [lane.copy() for lane in row.lanes],
+                row.params,
+                row.seed,
+                choice_index,
+                row.num_prompt_tokens,
             )
         for seq_id in output.released:
             del self.rows[seq_id]
@@ -151,32 +178,43 @@ class FakeExecutor:
             self.rows[seq_id].token_ids.append(token_id)
         for new in output.new:
             assert new.seq_id not in self.rows
-            self.rows[new.seq_id] = _row_of(new)
+            self.rows[new.seq_id] = _row_of(new, len(self.windows))
         for seq_id, block_ids in zip(output.seq_ids, output.new_block_ids, strict=True):
-            self.rows[seq_id].block_ids += block_ids
-        for seq_id, index, block_id in output.replaced_blocks:
-            self.rows[seq_id].block_ids[index] = block_id
+            for lane, new_ids in zip(self.rows[seq_id].lanes, lanes_of(block_ids, len(self.windows)), strict=True):
+                lane += new_ids
+        for seq_id, index, block_id, group in output.replaced_blocks:
+            self.rows[seq_id].lanes[group][index] = block_id
         assert len(set(output.seq_ids)) == len(output.seq_ids)
 
     def _write(self, seq_id: int, row: Row, start: int, end: int) -> None:
-        chain = self._slot(row, start - 1) if start else self.model.root
-        expected = self.chain(row.token_ids[:start])
-        assert chain == expected, f"sequence {seq_id} finds other content before token {start} than its own"
-        for position in range(start, end):
-            chain = self.model.extend(chain, row.token_ids[position])
-            block = self.device[row.block_ids[position // self.block_size]]
-            block[position % self.block_size] = chain
+        chain = self.model.root
+        for position, token_id in enumerate(row.token_ids[:end]):
+            chain = self.model.extend(chain, token_id)
+            for group, window in enumerate(self.windows):
+                if position >= start:
+                    block = self.device[row.lanes[group][position // self.block_size]]
+                    block[position % self.block_size] = _content(chain, group)
+                elif position == start - 1 or window is not None:
+                    self._check(seq_id, row, group, position, start, chain)
 
     def _read(self, seq_id: int) -> Chain:
         row = self.rows[seq_id]
         chain = self.model.root
+        last = len(row.token_ids) - 1
         for position, token_id in enumerate(row.token_ids):
             chain = self.model.extend(chain, token_id)
-            assert self._slot(row, position) == chain, f"sequence {seq_id} finds foreign content at token {position}"
+            for group in range(len(self.windows)):
+                self._check(seq_id, row, group, position, last, chain)
         return chain
 
-    def _slot(self, row: Row, position: int) -> Chain | None:
-        return self.device[row.block_ids[position // self.block_size]][position % self.block_size]
+    def _check(self, seq_id: int, row: Row, group: int, position: int, viewer: int, chain: Chain) -> None:
+        """The slot of `position` holds its own content, if the token at `viewer` sees it."""
+        window = self.windows[group]
+        if window is None or position > viewer - window:
+            found = self.device[row.lanes[group][position // self.block_size]][position % self.block_size]
+            assert found == _content(chain, group), (
+                f"sequence {seq_id} finds other content at token {position} than its own"
+            )
 
     def chain(self, token_ids: list[int]) -> Chain:
         """What the slot of the last of these tokens should hold."""
@@ -214,10 +252,15 @@ def _entry(token_id: int, logprob: float) -> TokenLogprobs:
     return TokenLogprobs(token_ids=[token_id], logprobs=[logprob], rank=1)
 
 
-def _row_of(new: NewSequence) -> Row:
+def _content(chain: Chain, group: int) -> Any:
+    """What a slot of a layer group holds."""
+    return (group, chain) if group else chain
+
+
+def _row_of(new: NewSequence, num_groups: int) -> Row:
     return Row(
         new.token_ids.copy(),
-        new.block_ids.copy(),
+        lanes_of(new.block_ids, num_groups),
         new.sampling_params,
         new.seed,
         new.choice_index,

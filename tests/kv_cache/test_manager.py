@@ -139,7 +139,7 @@ def test_a_copy_is_told_to_the_row_that_knew_the_shared_block() -> None:
     assert compute(manager, child) == []
     ops, replaced = manager.take_block_ops()
     assert ops.copy == [(known[1], replaced[0][2])]
-    assert replaced == [(child.seq_id, 1, blocks_of(manager, child)[0][1])]
+    assert replaced == [(child.seq_id, 1, blocks_of(manager, child)[0][1], 0)]
 
 
 def test_a_row_forked_before_a_step_lacks_that_steps_blocks() -> None:

@@ -109,13 +109,21 @@ class PoolMachine(RuleBasedStateMachine):
 class ManagerMachine(RuleBasedStateMachine):
     """KVCacheManager against what the blocks hold."""
 
-    @initialize(num_blocks=st.integers(2, 14), num_host_blocks=st.integers(0, 8), caching=st.booleans())
-    def start(self, num_blocks: int, num_host_blocks: int, caching: bool) -> None:
+    @initialize(
+        num_blocks=st.integers(2, 20),
+        num_host_blocks=st.integers(0, 12),
+        caching=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (None,), (5,), (1,), (9,), (None, 6), (4, None, 7), (8, 8)]),
+    )
+    def start(self, num_blocks: int, num_host_blocks: int, caching: bool, windows: tuple[int | None, ...]) -> None:
+        self.windows = windows
         self.manager = KVCacheManager(
             block_size=BLOCK,
             num_device_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=caching,
+            windows=windows,
+            max_step_tokens=9,
         )
         self.device = [[None] * BLOCK for _ in range(num_blocks)]
         self.host = [[None] * BLOCK for _ in range(self.manager.host.num_blocks)]
@@ -159,13 +167,21 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         sequence.num_computed_tokens = end
         self.execute()
-        table = self.manager.row_block_ids(sequence)
-        for position in range(start, end):
-            self.device[table[position // BLOCK]][position % BLOCK] = self.content(sequence, position)
+        for group, lane in enumerate(self.lanes(sequence)):
+            for position in range(start, end):
+                self.device[lane[position // BLOCK]][position % BLOCK] = self.content(sequence, position, group)
         if succeeds:
             self.manager.commit()
+            table = self.manager._tables[sequence.seq_id]
+            for group, window in enumerate(self.windows):
+                if window is not None:
+                    assert (len(table) - table.num_passed[group] - 1) * BLOCK < window + BLOCK - 1
+                    assert len(table) - table.num_passed[group] <= self.manager.geometry.most_blocks(group)
         else:
             self.manager.rollback()
+
+    def lanes(self, sequence: Sequence) -> list[list[int]]:
+        return [[block.block_id for block in lane] for lane in self.manager._tables[sequence.seq_id].lanes]
 
     def execute(self) -> None:
         ops, _ = self.manager.take_block_ops()
@@ -176,8 +192,8 @@ class ManagerMachine(RuleBasedStateMachine):
         for source, target in ops.copy:
             self.device[target] = self.device[source].copy()
 
-    def content(self, sequence: Sequence, position: int) -> tuple[object, ...]:
-        return (self.salts[sequence.seq_id], *sequence.token_ids[: position + 1])
+    def content(self, sequence: Sequence, position: int, group: int) -> tuple[object, ...]:
+        return (group, self.salts[sequence.seq_id], *sequence.token_ids[: position + 1])
 
     @precondition(lambda self: self.live and len(self.live) < 6)
     @rule(data=st.data())
@@ -192,12 +208,14 @@ class ManagerMachine(RuleBasedStateMachine):
         sequence, source = self.choose(data), self.choose(data)
         if sequence is source or self.salts[sequence.seq_id] != self.salts[source.seq_id]:
             return
-        self.manager.release(sequence)
         pairs = zip(sequence.token_ids, source.token_ids, strict=False)
         common = next(
             (i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, (sequence.token_ids, source.token_ids)))
         )
-        self.manager.attach(source, sequence, min(common, source.num_computed_tokens, len(sequence.token_ids) - 1))
+        num_tokens = min(common, source.num_computed_tokens, len(sequence.token_ids) - 1)
+        if self.manager.can_attach(source, num_tokens):
+            self.manager.release(sequence)
+            self.manager.attach(source, sequence, num_tokens)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -247,11 +265,13 @@ class ManagerMachine(RuleBasedStateMachine):
     def accounts_and_contents(self) -> None:
         self.manager.check()
         for sequence in self.live:
-            table = self.manager._tables[sequence.seq_id].block_ids
-            assert len(table) == self.manager.num_blocks_of(sequence.num_computed_tokens)
-            for position in range(sequence.num_computed_tokens):
-                found = self.device[table[position // BLOCK]][position % BLOCK]
-                assert found == self.content(sequence, position)
+            num_computed = sequence.num_computed_tokens
+            assert len(self.manager._tables[sequence.seq_id]) == -(-num_computed // BLOCK)
+            for group, lane in enumerate(self.lanes(sequence)):
+                first = max(num_computed - self.windows[group] + 1, 0) if self.windows[group] else 0
+                for position in range(first, num_computed):
+                    found = self.device[lane[position // BLOCK]][position % BLOCK]
+                    assert found == self.content(sequence, position, group)
 
     def teardown(self) -> None:
         for sequence in [*self.live, *(s for group in self.swapped for s in group)]:
@@ -264,4 +284,4 @@ class ManagerMachine(RuleBasedStateMachine):
 TestPool = PoolMachine.TestCase
 TestManager = ManagerMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestManager.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestManager.settings = settings(max_examples=160, stateful_step_count=40, deadline=None)

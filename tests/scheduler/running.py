@@ -13,7 +13,11 @@ def make_driver(num_blocks: int = 64, num_host_blocks: int = 0, *, model: Any = 
     """Options are those of `make_scheduler`."""
     scheduler = make_scheduler(num_blocks, num_host_blocks, **options)
     executor = FakeExecutor(
-        num_blocks=num_blocks, num_host_blocks=num_host_blocks, block_size=options.get("block_size", 4), model=model
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        block_size=options.get("block_size", 4),
+        model=model,
+        windows=options.get("windows", (None,)),
     )
     return Driver(scheduler, executor, max_tokens_per_step=options.get("max_num_batched_tokens"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedserve.kv_cache import manager, prefix_hash
+from pagedserve.kv_cache import prefix_cache, prefix_hash
 from pagedserve.sampling_params import BeamParams
 from tests.helpers.factories import make_request
 from tests.helpers.fake_executor import Driver
@@ -104,7 +104,7 @@ def test_a_broken_hash_would_be_noticed_by_these_tests(monkeypatch: pytest.Monke
     def same_for_all(digests: list[bytes], num_blocks: int, *rest: object) -> None:
         digests += [bytes([i]) for i in range(len(digests), num_blocks)]
 
-    monkeypatch.setattr(manager, "extend_digests", same_for_all)
+    monkeypatch.setattr(prefix_cache, "extend_digests", same_for_all)
     driver = make_driver()
     cached_tokens(driver, [1, 1, 1, 1, 5])
     with pytest.raises(AssertionError, match="finds other content"):
@@ -178,7 +178,7 @@ def test_a_prompt_is_hashed_once_however_long_it_waits(monkeypatch: pytest.Monke
         hashed.append(max(num_blocks - len(digests), 0))
         prefix_hash.extend_digests(digests, num_blocks, *rest)
 
-    monkeypatch.setattr(manager, "extend_digests", counting)
+    monkeypatch.setattr(prefix_cache, "extend_digests", counting)
     driver = make_driver(40, max_num_batched_tokens=64)
     blocker, waits = make_request(20, max_tokens=30), make_request(140, max_tokens=2)
     driver.add(blocker, waits)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedserve.errors import ContextLengthError, QueueFullError
+from pagedserve.kv_cache.geometry import Geometry
 from pagedserve.sampling_params import BeamParams
 from pagedserve.sequence import IDLE_PRIORITY, Request
 from tests.helpers.factories import Clock, make_request
@@ -69,12 +70,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "enable_prefix_caching": st.booleans(),
                 "watermark": st.sampled_from([0.0, 0.1]),
                 "block_size": st.sampled_from([1, 4]),
+                "windows": st.sampled_from([(None,), (None,), (None,), (6,), (3,), (None, 7), (5, None, 11)]),
             }
         ),
     )
     def start(self, num_blocks: int, num_host_blocks: int, options: dict[str, Any]) -> None:
         self.clock = Clock()
-        self.num_blocks, self.block_size = num_blocks, options["block_size"]
+        self.num_blocks = num_blocks
+        self.geometry = Geometry(
+            block_size=options["block_size"],
+            windows=options["windows"],
+            max_step_tokens=options["max_num_batched_tokens"],
+        )
         self.budget = options["max_num_batched_tokens"]
         self.driver = make_driver(
             num_blocks, num_host_blocks, clock=self.clock, max_num_seqs=MAX_NUM_SEQS, max_queue_len=5, **options
@@ -87,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, fields: dict[str, Any], kind: dict[str, Any], seconds: float | None) -> None:
         deadline = None if seconds is None else self.clock.now + seconds
         request = make_request(**fields, **kind, deadline=deadline)
-        fits = len(request.prompt_token_ids) <= self.num_blocks * self.block_size
+        fits = self.geometry.num_blocks_of(len(request.prompt_token_ids)) <= self.num_blocks
         try:
             self.driver.add(request)
         except ContextLengthError:
@@ -167,10 +174,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected = alone(request)
         got = answers(result)
         assert len(got) == len(expected)
-        room = self.num_blocks * self.block_size
+        room = self.geometry.longest(self.num_blocks)
         longest = len(request.prompt_token_ids) + max((len(tokens) for tokens, _, _ in expected), default=0)
         beams = request.sampling_params.beam
-        if beams is not None and len(request.prompt_token_ids) + beams.width * 30 > room:
+        num_slots = self.num_blocks * self.geometry.block_size // self.geometry.num_groups
+        if beams is not None and len(request.prompt_token_ids) + beams.width * 30 > num_slots:
             return  # beams that fill the whole pool end early; test_preemption has the case
         for (tokens, reason, score), (full_tokens, full_reason, full_score) in zip(got, expected, strict=True):
             if longest - 1 > room:

@@ -218,5 +218,5 @@ class Driver:
             return
         own = self.free.pop()
         output.block_ops.copy.append((shared, own))
-        output.replaced_blocks.append((seq_id, index, own))
+        output.replaced_blocks.append((seq_id, index, own, 0))
         sequence.block_ids[index] = own

@@ -35,12 +35,21 @@ def tokens(rows: Rows, seq_id: int) -> list[int]:
 def test_a_fork_is_a_copy_that_goes_its_own_way() -> None:
     rows = Rows(4, BLOCK)
     apply(rows, new=[new(0, [1, 2, 3], [10, 11])])
-    apply(rows, forks=[(0, 1, 5)], appended=[(0, 7), (1, 8)], replaced_blocks=[(1, 1, 12)])
+    apply(rows, forks=[(0, 1, 5)], appended=[(0, 7), (1, 8)], replaced_blocks=[(1, 1, 12, 0)])
     assert tokens(rows, 0) == [1, 2, 3, 7] and tokens(rows, 1) == [1, 2, 3, 8]
     assert rows.block_tables.of(rows.row_of(0)) == [10, 11]
     assert rows.block_tables.of(rows.row_of(1)) == [10, 12]
     assert rows.state_of(1).choice_index == 5
     assert rows.state_of(1).stream != rows.state_of(0).stream
+
+
+def test_tables_of_several_layer_groups_go_their_own_ways() -> None:
+    rows = Rows(4, BLOCK, num_groups=2)
+    apply(rows, new=[new(0, [1, 2, 3], [10, 11, 20, 21])])
+    apply(rows, forks=[(0, 1, 5)], replaced_blocks=[(1, 1, 12, 0), (1, 1, 22, 1)])
+    apply(rows, seq_ids=[0, 1], new_block_ids=[[13, 23], []], num_scheduled=[1, 1], num_computed=[0, 0])
+    assert rows.block_tables.of(rows.row_of(0)) == [10, 11, 13, 20, 21, 23]
+    assert rows.block_tables.of(rows.row_of(1)) == [10, 12, 20, 22]
 
 
 def test_order_of_a_step_forks_then_released_then_new() -> None:
@@ -114,4 +123,4 @@ def test_replacing_a_block_that_is_not_there_is_refused() -> None:
     rows = Rows(2, BLOCK)
     apply(rows, new=[new(0, [1], [0])])
     with pytest.raises(IndexError):
-        apply(rows, replaced_blocks=[(0, 1, 5)])
+        apply(rows, replaced_blocks=[(0, 1, 5, 0)])
