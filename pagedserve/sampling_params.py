@@ -20,7 +20,7 @@ MAX_BAD_WORD_LENGTH = 256
 MAX_TOKEN_ID_LIST = 4096
 MAX_SEED = 2**63 - 1
 
-STRUCTURED_OUTPUT_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tags")
+STRUCTURED_OUTPUT_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tags", "text")
 
 # Below this, temperature means greedy: dividing logits by it would overflow half precision (C029).
 GREEDY_TEMPERATURE = 1e-3
@@ -62,6 +62,7 @@ class StructuredOutput:
     | grammar | Lark (llguidance's dialect), or GBNF / EBNF with `::=` | a sentence |
     | structural_tag | {"structures": [{begin, schema, end}], "triggers": [...]} as JSON | free, constrained in tags |
     | tags | {"tags": [{begin, schema, end}], "separator": str, "max": int or null} as JSON | 1 to max of the tags |
+    | text | empty | anything; for what the fields below say about the beginning |
 
     `prefix` and `suffix` are text that must stand before and after; in them, as in the begin and end of tags, the
     model's special tokens may be written as text. `whitespace` is a regex for the gaps between JSON tokens: None is a
@@ -70,6 +71,8 @@ class StructuredOutput:
     With `thoughts` the text may begin with something free between these two markers. `alternative` is a Lark grammar
     (its first line being the rule `start`) of what the text may be instead, such as tool calls; the two must differ in
     how they begin.
+    After `max_free_tokens` of such free text the marker is forced. With `opening`, text without that beginning has no
+    free part: it is for kind text, where a model may or may not begin with "<think>".
     """
 
     kind: str
@@ -80,6 +83,8 @@ class StructuredOutput:
     after_text: str | None = None
     thoughts: tuple[str, str] | None = None
     alternative: str | None = None
+    opening: str | None = None
+    max_free_tokens: int | None = None
 
     def __post_init__(self) -> None:
         name = "structured_output"
@@ -87,12 +92,16 @@ class StructuredOutput:
         _require(self.kind in STRUCTURED_OUTPUT_KINDS, f"{name}: kind must be one of {kinds}", name)
         for field in ("value", "prefix", "suffix"):
             _require(isinstance(getattr(self, field), str), f"{name}: {field} must be a string", name)
-        for field in ("whitespace", "after_text", "alternative"):
+        for field in ("whitespace", "after_text", "alternative", "opening"):
             _require(isinstance(getattr(self, field), str | None), f"{name}: {field} must be a string or null", name)
-        _require(self.kind == "json_object" or bool(self.value), f"{name}: the {self.kind} is empty", name)
+        _require(self.kind in ("json_object", "text") or bool(self.value), f"{name}: the {self.kind} is empty", name)
         is_pair = self.thoughts is None or (isinstance(self.thoughts, tuple) and len(self.thoughts) == 2)
         _require(is_pair and all(self.thoughts or ("x",)), f"{name}: thoughts must be two markers", name)
         _require(self.after_text != "", f"{name}: after_text must not be empty", name)
+        _require(self.opening is None or self.kind == "text", f"{name}: opening is for kind text", name)
+        if self.max_free_tokens is not None:
+            _integer("max_free_tokens", self.max_free_tokens, 0, 2**31 - 1)
+            _require(self.after_text is not None, f"{name}: max_free_tokens needs after_text", name)
 
     @classmethod
     def json_object(cls, **options: str | None) -> StructuredOutput:

@@ -11,6 +11,7 @@ Joined, the events are the same however the text was divided into deltas.
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -198,6 +199,7 @@ class _ReasoningCounter:
         self._table = formats.tokenizer.token_bytes
         special = formats.tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._hidden = special.difference(params.shown_special_ids)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Tokens whose text the parser has not decided on yet.
         self._waiting: deque[int] = deque()
         self._start = 0
@@ -207,13 +209,13 @@ class _ReasoningCounter:
     def take(self, token_ids: list[int], parser: ReasoningParser, is_over: bool) -> None:
         """The next tokens, whose text the parser has been given."""
         self._waiting += token_ids
-        while self._waiting and (self._start < parser.num_bytes or is_over):
+        while self._waiting and (self._start < parser.num_chars or is_over):
             while self._span < len(parser.spans) and 0 <= parser.spans[self._span][1] <= self._start:
                 self._span += 1
             self.count += self._span < len(parser.spans) and parser.spans[self._span][0] <= self._start
             token_id = self._waiting.popleft()
             if token_id not in self._hidden:
-                self._start += len(self._table.of(token_id))
+                self._start += len(self._decoder.decode(self._table.of(token_id)))
 
 
 @dataclass(slots=True)

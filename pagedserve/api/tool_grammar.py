@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pagedserve.engine.grammars import json_rule
 from pagedserve.sampling_params import StructuredOutput
 
 Schema = Mapping[str, Any]
@@ -65,9 +66,9 @@ class LarkWriter:
             )
         )
 
-    def rule(self, expression: str, attributes: str = "") -> str:
-        """A new rule; its name."""
-        name = f"r{self._num_names}"
+    def rule(self, expression: str, attributes: str = "", name: str = "r") -> str:
+        """A new rule (a terminal where its name is in capitals); its name, with a number."""
+        name = f"{name}{self._num_names}"
         self._num_names += 1
         self._rules.append(f"{name}{attributes}: {expression}")
         return name
@@ -77,7 +78,7 @@ class LarkWriter:
         if isinstance(schema, Mapping):
             definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
             schema = {**definitions, **schema}
-        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+        return self.rule(json_rule(schema))
 
     def free_text(self, end: str) -> str:
         """A rule for any text up to and including `end`."""
@@ -114,27 +115,39 @@ class LarkWriter:
         """
         opening = grammar.before or grammar.begin
         calls = self._calls(grammar) if grammar.before else grammar.call
-        rest = f"{self.text(opening[len(marker) :])} {calls}"
-        text = self.rule(_ANY_TEXT)
-        if marker in self._special:
-            segment = self.rule(f"{text} {self.text(marker)} {rest}")
+        calls = self.rule(f"{self.text(opening[len(marker) :])} {calls}")
+        if thoughts is None:
+            return self._finish(f"{self._segment(marker, calls, '')}* {self._lexeme('')}")
+        # A lexer takes the first lexeme that ends. Thoughts that mention the marker must not be taken for text, so text
+        # at the beginning is what does not begin as thoughts do.
+        begin, end = thoughts
+        if begin in self._special:
+            thought = self.rule(f"{self.text(begin)} {_ANY_TEXT} {self.text(end)}")
+            thinks = ""
         else:
-            segment = self.rule(f"{self.rule(f'{_ANY_TEXT} {self.text(marker)}', '[lazy]')} {rest}")
-        before = "" if thoughts is None else f"{self._between(*thoughts)}?"
-        return self._finish(f"{before} {segment}* {text}")
+            thought = self.rule(rf"/\s*/ {json.dumps(begin)} {_ANY_TEXT} {json.dumps(end)}", "[lazy]")
+            thinks = rf" & ~(/\s*/ {json.dumps(begin)} {_ANY_TEXT})"
+        after = f"{self._segment(marker, calls, '')}* {self._lexeme('')}"
+        return self._finish(
+            f"{thought} {after} | {self._segment(marker, calls, thinks)} {after} | {self._lexeme(thinks)}"
+        )
+
+    def _segment(self, marker: str, calls: str, condition: str) -> str:
+        """Text up to the marker, and the calls behind it."""
+        if marker in self._special:
+            return self.rule(f"{self._lexeme(condition)} {self.text(marker)} {calls}")
+        lexeme = self._lexeme(condition, f"{_ANY_TEXT} {self.text(marker)}")
+        return self.rule(f"{self.rule(lexeme, '[lazy]')} {calls}")
+
+    def _lexeme(self, condition: str, text: str = _ANY_TEXT) -> str:
+        """A terminal for a text under a condition, which only terminals can have."""
+        return self.rule(f"({text}){condition}", name="TEXT")
 
     def _calls(self, grammar: CallGrammar) -> str:
         call = self.rule(f"{self.text(grammar.begin)} {grammar.call}")
         if grammar.max_calls != 1:
             call = f"{call} ({self.text(grammar.separator)} {call})*"
         return f"{call} {self.text(grammar.after)}"
-
-    def _between(self, begin: str, end: str) -> str:
-        if begin in self._special:
-            return self.rule(f"{self.text(begin)} {_ANY_TEXT} {self.text(end)}")
-        # One lexeme, which ends with the first of its ends.
-        begin, end = (self.text(marker) for marker in (begin, end))
-        return self.rule(rf"/\s*/ {begin} {_ANY_TEXT} {end}", "[lazy]")
 
     def _finish(self, start: str) -> StructuredOutput:
         return StructuredOutput.grammar("\n".join([f"start: {start}", *self._rules, ""]))

@@ -263,6 +263,10 @@ def _refusal(reason: str) -> RequestError:
     return RequestError(reason, param=PARAM)
 
 
+def _text(output: StructuredOutput, text: _Literals) -> tuple[str, str]:
+    return "TEXT", f"TEXT: {_ANYTHING}\n"
+
+
 _KINDS: dict[str, Callable[[StructuredOutput, _Literals], tuple[str, str]]] = {
     "json_object": _json_object,
     "json_schema": _json_schema,
@@ -271,4 +275,5 @@ _KINDS: dict[str, Callable[[StructuredOutput, _Literals], tuple[str, str]]] = {
     "grammar": _grammar,
     "structural_tag": _structural_tag,
     "tags": _forced_tags,
+    "text": _text,
 }

@@ -80,17 +80,27 @@ class TokenTable:
 class Matcher:
     """The constraint of one sequence (`scheduler.constraints.Constraint`)."""
 
-    __slots__ = ("_end_ids", "_llg", "_marker", "_min_tokens", "_num_followed", "_stop_ids", "_table", "_tail", "error")
+    __slots__ = (
+        *("_end_ids", "_forced", "_is_text", "_llg", "_marker", "_max_free", "_min_tokens", "_num_followed"),
+        *("_opening", "_stop_ids", "_table", "_tail", "error"),
+    )
 
     def __init__(self, llg: LLMatcher, table: TokenTable, request: Request):
         params = request.sampling_params
         assert params.structured_output is not None
-        marker = params.structured_output.after_text
+        output = params.structured_output
+        marker = output.after_text
         self._llg = llg
         self._table = table
         self._marker = None if marker is None else marker.encode()
         # What was generated before the marker, as far back as its beginning can reach; None from the marker on.
         self._tail = None if marker is None else b""
+        # The free text must begin with this, as far as it is still to be seen.
+        self._opening = None if output.opening is None else output.opening.encode()
+        self._max_free = output.max_free_tokens
+        # What is left of the marker while it is forced.
+        self._forced: tuple[int, ...] = ()
+        self._is_text = output.kind == "text"
         self._min_tokens = params.min_tokens
         known = [i for i in (*request.eos_token_ids, *params.stop_token_ids) if i < table.end_id]
         self._end_ids = tuple(dict.fromkeys(known))
@@ -98,19 +108,25 @@ class Matcher:
         self._stop_ids = tuple(i for i in self._end_ids if not params.ignore_eos or i in params.stop_token_ids)
         self._num_followed = 0
         self.error: str | None = None
+        self._force_if_used_up()
 
     @property
     def is_complete(self) -> bool:
         """True where nothing can follow."""
-        return self._tail is None and self._llg.is_stopped() and not self._llg.is_error()
+        return self._tail is None and not self._is_text and self._llg.is_stopped() and not self._llg.is_error()
 
     def follow(self, token_ids: list[int], num_prompt_tokens: int) -> None:
         """Take in the tokens behind those that were followed before."""
         for token_id in token_ids[num_prompt_tokens + self._num_followed :]:
             self._num_followed += 1
-            if self._tail is not None:
+            if self._forced:
+                self._forced = self._forced[1:]
+                if not self._forced:
+                    self._tail = None
+            elif self._tail is not None:
                 self._look_for_marker(token_id)
-            elif not self._llg.consume_token(token_id):
+                self._force_if_used_up()
+            elif not self._is_text and not self._llg.consume_token(token_id):
                 self._fail()
 
     def fork(self) -> Matcher:
@@ -123,8 +139,8 @@ class Matcher:
 
     @property
     def is_free(self) -> bool:
-        """True where the grammar does not hold yet."""
-        return self._tail is not None
+        """True where the grammar does not hold yet, or never."""
+        return self._tail is not None or self._is_text
 
     def fill(self, row: np.ndarray) -> None:
         """The grammar's own mask into `row`, uint32 [num_words]."""
@@ -132,6 +148,16 @@ class Matcher:
 
     def finish(self, row: np.ndarray) -> None:
         """Make the grammar's mask one of the model's tokens: end tokens where the text may end, and only there."""
+        if self._forced:
+            row.fill(0)
+            _set(row, self._forced[:1])
+            return
+        if self._is_text:
+            row.fill(0xFFFFFFFF)
+            can_end = self._num_followed >= self._min_tokens
+            held = [i for i in self._end_ids if i not in self._stop_ids] if can_end else self._end_ids
+            _clear(row, (self._table.end_id, *held))
+            return
         if self._tail is not None:
             row.fill(0xFFFFFFFF)
             _clear(row, (self._table.end_id, *self._end_ids))
@@ -154,6 +180,13 @@ class Matcher:
     def _look_for_marker(self, token_id: int) -> None:
         assert self._tail is not None and self._marker is not None
         text = self._tail + self._table.tokenizer.id_to_bytes(token_id)
+        if self._opening is not None:
+            begun = text.lstrip()
+            if not begun.startswith(self._opening):
+                # Either more of it is to come, or this is an answer without a free part.
+                self._tail = text if self._opening.startswith(begun) else None
+                return
+            self._opening = None
         place = text.find(self._marker)
         if place < 0:
             self._tail = text[-(len(self._marker) - 1) :] if len(self._marker) > 1 else b""
@@ -161,10 +194,21 @@ class Matcher:
         self._tail = None
         # A token may reach beyond the marker; blanks there are nothing, anything else is the grammar's first text.
         rest = text[place + len(self._marker) :].lstrip()
-        if rest:
+        if rest and not self._is_text:
             ids = self._table.llg.tokenize_bytes(rest)
             if self._llg.try_consume_tokens(ids) < len(ids):
                 self.error = "the text that came with the marker does not begin as the grammar says"
+
+    def _force_if_used_up(self) -> None:
+        """Force the marker where the free text has had its tokens."""
+        if self._tail is None or self._max_free is None or self._opening is not None or self._forced:
+            return
+        if self._num_followed >= self._max_free:
+            assert self._marker is not None
+            marker = self._marker.decode()
+            special = self._table.special_tokens.get(marker)
+            encode = self._table.tokenizer.encode
+            self._forced = tuple(encode(marker, add_special_tokens=False)) if special is None else (special,)
 
     def _fail(self) -> None:
         reason = _one_line(self._llg.get_error())
@@ -182,7 +226,7 @@ class StructuredOutputs:
         self._max_size = parse_bytes(config.max_grammar_size, "--max-grammar-size")
         self._timeout = config.grammar_timeout
         self._cache_size = config.grammar_cache_size
-        # Grammars without their after_text, which no compiler sees; a refusal is as good to know as a grammar.
+        # Grammars without what is free before them, which no compiler sees; a refusal is as good to know as a grammar.
         self._cache: OrderedDict[StructuredOutput, LLMatcher | RequestError] = OrderedDict()
         self._waiting: dict[StructuredOutput, dict[str, tuple[Request, float]]] = {}
         self._jobs: queue.SimpleQueue[StructuredOutput] = queue.SimpleQueue()
@@ -213,7 +257,7 @@ class StructuredOutputs:
                 f"the {output.kind} has {size} bytes; at most {self._max_size} are taken (--max-grammar-size)",
                 param=PARAM,
             )
-        key = replace(output, after_text=None)
+        key = replace(output, after_text=None, opening=None, max_free_tokens=None)
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._matcher(self._cache[key], request)

@@ -277,7 +277,6 @@ def test_nul_and_byte_order_marks_are_text(front: Front) -> None:  # C069
         ("chat_template", "{{ 1 }}"),
         ("prompt_embeds", "x"),
         ("logprob_token_ids", [1]),
-        ("thinking_token_budget", 5),
         ("repetition_detection", {"min_count": 2}),
     ],
 )

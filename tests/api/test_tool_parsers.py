@@ -151,6 +151,13 @@ def test_malformed_calls_come_back_as_text(text: str, content: str | None) -> No
     assert parsed("hermes", list(text))[0].content == message.content
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n</tool", "\n</tool_call>"])
+def test_a_complete_call_that_is_cut_at_its_end_is_a_call(end: str) -> None:
+    message, _ = parsed("hermes", ['<tool_call>{"name": "f", "arguments": {}}' + end])
+    assert calls_of(message) == [("f", {})]
+    assert message.content == ""
+
+
 def test_a_broken_call_does_not_hide_the_next() -> None:  # C054
     good = FORMATS["hermes"].write([("f", {"a": "1"})])
     message, _ = parsed("hermes", ['<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call> ' + good])

@@ -353,3 +353,10 @@ def test_legacy_functions_are_pointed_to_tools(scripted: Front) -> None:
     assert "tools" in error["message"]
     error = check_error(scripted.chat(function_call={"name": "f"}), 400, param="function_call")
     assert "tool_choice" in error["message"]
+
+
+def test_a_budget_needs_thoughts_that_a_marker_ends(scripted: Front, make_front: FrontFactory) -> None:
+    check_error(scripted.chat(thinking_token_budget=5), 400, param="thinking_token_budget")
+    check_error(scripted.chat(thinking_token_budget=-1), 400, param="thinking_token_budget")
+    granite = make_front(template=template_with("Here is my thought process:"))
+    check_error(granite.chat(thinking_token_budget=5), 400, param="thinking_token_budget")

@@ -87,6 +87,9 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
     max_completion_tokens: int | None = Field(None, description="wins over max_tokens, its older name")
     parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
     include_reasoning: bool | None = Field(None, description="false: the model's thoughts are left out")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="after so many tokens of thoughts their end is forced"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

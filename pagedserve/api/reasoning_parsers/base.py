@@ -14,8 +14,8 @@ class ReasoningParser(TextMachine):
     """Text in, (is reasoning, text) pieces out. One object parses one answer.
 
     `is_open`: the prompt ends within the thoughts already. White space around thoughts belongs to neither part.
-    `spans` says where in the text, in bytes of UTF-8, thoughts and their closing markers stand (-1: no end yet);
-    `num_bytes` is how much of it was read.
+    `spans` says where in the text, in characters, thoughts and their closing markers stand (-1: no end yet);
+    `num_chars` is how much of it was read.
     """
 
     # Markers that may be special tokens, which would not show in the text.
@@ -29,7 +29,7 @@ class ReasoningParser(TextMachine):
         super().__init__()
         self.is_open = is_open
         self.spans: list[list[int]] = []
-        self.num_bytes = 0
+        self.num_chars = 0
         self._pieces: list[tuple[bool, str]] = []
         self._space = ""
 
@@ -56,14 +56,14 @@ class ReasoningParser(TextMachine):
     # -- what subclasses use ------------------------------------------------------------------------------------------
 
     def begin(self, *, before: int = 0) -> None:
-        """Thoughts begin here, or began with a marker so many bytes before."""
+        """Thoughts begin here, or began with a marker so many characters before."""
         # Thoughts that come in several parts are paragraphs.
         self._space = "\n\n" if self.spans else ""
-        self.spans.append([self.num_bytes - before, -1])
+        self.spans.append([self.num_chars - before, -1])
 
     def end(self) -> None:
         """They end here."""
-        self.spans[-1][1] = self.num_bytes
+        self.spans[-1][1] = self.num_chars
         self._space = ""
 
     def thoughts(self, markers: Markers) -> Reading[str]:
@@ -88,7 +88,7 @@ class ReasoningParser(TextMachine):
 
     def _read(self, end: int) -> str:
         text = super()._read(end)
-        self.num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        self.num_chars += len(text)
         return text
 
     def _taken(self) -> list[tuple[bool, str]]:
@@ -130,7 +130,7 @@ class DelimitedReasoning(ReasoningParser):
                     self.rest(text)
                 yield from self.copy_rest(self.rest)
                 return
-            self.begin(before=len(opening.encode()))
+            self.begin(before=len(opening))
         try:
             yield from self.thoughts(self.END)
         except EndOfText:

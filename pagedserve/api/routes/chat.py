@@ -101,8 +101,10 @@ class ChatAnswer:
             if tools.schemas:
                 answer = self._or_calls(answer)
             params = params.with_(structured_output=self._after_thoughts(answer, prompt, is_answer=True))
-        elif tools.strict_names:
-            params = params.with_(structured_output=formats.strict_calls(tools.schemas or {}))
+        elif tools.strict_names and (calls := formats.strict_calls(tools.schemas or {})) is not None:
+            params = params.with_(structured_output=self._behind_open_thoughts(calls, prompt))
+        if self._body.thinking_token_budget is not None:
+            params = params.with_(structured_output=self._with_budget(params.structured_output, prompt))
         if formats.reasoning_parser is None and (formats.tool_parser is None or not tools.schemas):
             return params
         continued = self._body.continued_text()
@@ -125,8 +127,14 @@ class ChatAnswer:
             return replace(wanted, after_text=parser.ANSWER)
         markers = parser.markers()
         if parser.opens(prompt, self._body.continued_text()):
-            return replace(wanted, after_text=parser.CLOSE or None)
+            return self._behind_open_thoughts(wanted, prompt)
         return wanted if markers is None or prompt.rstrip().endswith(markers[1]) else replace(wanted, thoughts=markers)
+
+    def _behind_open_thoughts(self, wanted: StructuredOutput, prompt: str) -> StructuredOutput:
+        """`wanted` from where thoughts end that the prompt has begun."""
+        parser = self._formats.reasoning_parser
+        is_open = parser is not None and parser.opens(prompt, self._body.continued_text())
+        return replace(wanted, after_text=parser.CLOSE or None) if parser is not None and is_open else wanted
 
     def _or_calls(self, answer: StructuredOutput) -> StructuredOutput:
         """`answer`, or calls of tools that the model may make instead."""
@@ -138,6 +146,30 @@ class ChatAnswer:
                 param=self._body.structured_field,
             )
         return replace(answer, alternative=self._forced_calls().value)
+
+    def _with_budget(self, wanted: StructuredOutput | None, prompt: str) -> StructuredOutput:
+        """`wanted`, with thoughts that end after so many tokens."""
+        parser, budget = self._formats.reasoning_parser, self._body.thinking_token_budget
+        markers = None if parser is None else parser.markers()
+        if parser is None or markers is None:
+            raise RequestError(
+                "this model writes no thoughts, or none that one marker ends, so they cannot be limited",
+                param="thinking_token_budget",
+            )
+        if wanted is None:
+            is_open = parser.opens(prompt, self._body.continued_text())
+            return StructuredOutput(
+                kind="text", after_text=parser.CLOSE, opening=None if is_open else markers[0], max_free_tokens=budget
+            )
+        if wanted.after_text == parser.CLOSE:
+            return replace(wanted, max_free_tokens=budget)
+        if wanted.thoughts is None and not self._tools.is_forced and self._tools.strict_names:
+            raise RequestError(
+                "this model's template does not begin the thoughts, so they cannot be limited beside strict tools",
+                param="thinking_token_budget",
+            )
+        # A grammar cannot count: the answer begins at once, which is within any budget.
+        return replace(wanted, thoughts=None)
 
     def _forced_calls(self) -> StructuredOutput:
         tools = self._tools

@@ -132,8 +132,14 @@ class ToolParser(TextMachine):
         """What may close a call that is complete, white space before it included."""
         space: list[str] = []
         yield from self.copy_while(_SPACE, space.append)
-        if (yield from self.found(*literals)) is None:
-            self._keep_space("".join(space))
+        if (yield from self.found(*literals)) is not None:
+            return
+        rest = self._buffer[self._position :]
+        if self._is_final and rest and any(literal.startswith(rest) for literal in literals):
+            self._read(len(self._buffer))  # the text was cut within it
+            self._record()
+            return
+        self._keep_space("".join(space))
 
     def _keep_space(self, text: str) -> None:
         self._space += text
