@@ -138,6 +138,14 @@ def test_thoughts_end_when_their_tokens_are_used_up(server: ServerProcess, clien
     assert unlimited["choices"][0]["message"]["content"] is None, "this model never ends its thoughts"
 
 
+def test_a_call_is_forced_behind_limited_thoughts(client: openai.OpenAI) -> None:
+    extra = {**THINKING, "thinking_token_budget": 9}
+    answer = client.chat.completions.create(**FIXED, tool_choice=NAMED, seed=3, extra_body=extra)
+    check_calls(answer.choices[0].message.tool_calls)
+    assert answer.choices[0].message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 9 + MARKER_TOKENS
+
+
 def test_a_budget_is_no_matter_where_nothing_is_thought(client: openai.OpenAI) -> None:
     """Greedy tokens are the same with and without: the answer does not begin as thoughts do."""
     fixed = {**FIXED, "tools": openai.NOT_GIVEN, "temperature": 0, "max_tokens": 20}
@@ -145,3 +153,12 @@ def test_a_budget_is_no_matter_where_nothing_is_thought(client: openai.OpenAI) -
     limited = client.chat.completions.create(**fixed, extra_body={"thinking_token_budget": 3})
     assert limited.choices[0].message.content == plain.choices[0].message.content
     assert limited.choices[0].finish_reason == plain.choices[0].finish_reason
+
+
+def test_a_budget_beside_strict_tools(client: openai.OpenAI) -> None:
+    tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    fixed = {**FIXED, "tools": tools, "max_tokens": 40}
+    answer = client.chat.completions.create(**fixed, extra_body={**THINKING, "thinking_token_budget": 4})
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 4 + MARKER_TOKENS
+    with pytest.raises(openai.BadRequestError, match="strict"):
+        client.chat.completions.create(**fixed, extra_body={"thinking_token_budget": 4})

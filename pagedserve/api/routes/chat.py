@@ -163,7 +163,8 @@ class ChatAnswer:
             )
         if wanted.after_text == parser.CLOSE:
             return replace(wanted, max_free_tokens=budget)
-        if wanted.thoughts is None and not self._tools.is_forced and self._tools.strict_names:
+        is_answer = self._tools.is_forced or self._body.structured_field is not None
+        if not is_answer:
             raise RequestError(
                 "this model's template does not begin the thoughts, so they cannot be limited beside strict tools",
                 param="thinking_token_budget",
