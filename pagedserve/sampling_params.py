@@ -18,6 +18,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_TOKEN_ID_LIST = 4096
+MAX_PATTERN_SIZE = 256
+MAX_PATTERN_COUNT = 1024
 MAX_SEED = 2**63 - 1
 
 STRUCTURED_OUTPUT_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tags", "text")
@@ -47,6 +49,21 @@ class BeamParams:
             'early_stopping must be true, false or "never"',
             "early_stopping",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """An output ends that ends in `min_count` copies of one pattern of min_pattern_size to max_pattern_size tokens."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 3
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        _integer(f"{name}.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        _integer(f"{name}.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        _integer(f"{name}.min_count", self.min_count, 2, MAX_PATTERN_COUNT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +200,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     beam: BeamParams | None = None
     structured_output: StructuredOutput | None = None
+    repetition_detection: RepetitionDetection | None = None
     # A vector of the prompt instead of tokens; goes with max_tokens 0 and one sequence.
     pooling: PoolingParams | None = None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pagedserve.engine.core import error_of
 from pagedserve.engine.detokenizer import TextStream
+from pagedserve.engine.repetition import RepetitionDetector
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError
 from pagedserve.log import get_logger
@@ -22,6 +23,10 @@ from pagedserve.sequence import FinishReason, Request
 from pagedserve.step import TokenLogprobs
 
 log = get_logger(__name__)
+
+
+# The `stop_reason` of an output that ended because it went round in a circle.
+REPETITION = "repetition_detected"
 
 
 class Choice:
@@ -36,6 +41,8 @@ class Choice:
         self._end_token_ids = request.eos_token_ids + params.stop_token_ids if is_structured else None
         self._is_scored = params.logprobs is not None or params.beam is not None or params.num_sequences > params.n
         self._stream = TextStream(tokenizer, params, request.prompt_token_ids)
+        rule = params.repetition_detection
+        self._repetition = None if rule is None or params.beam is not None else RepetitionDetector(rule)
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -55,6 +62,14 @@ class Choice:
         logprobs: list[TokenLogprobs] | None,
     ) -> bool:
         """Take in one row; True where a stop string was found in it, which the core does not know yet."""
+        if self._repetition is not None and finish_reason is None:
+            count = self._repetition.feed(token_ids)
+            if count is not None:
+                logprobs = None if logprobs is None else logprobs[:count]
+                self.append(token_ids[:count], cumulative_logprob, FinishReason.LENGTH, None, logprobs)
+                if self.stop_reason is None:
+                    self._finish(FinishReason.STOP, REPETITION)
+                return True
         # The token that ended the output is counted, but it is no text unless the client asked to see it.
         hidden = 1 if finish_reason == FinishReason.STOP and token_ids and not self._include_stop else 0
         if hidden and self._end_token_ids is not None:

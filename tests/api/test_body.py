@@ -159,6 +159,12 @@ def test_no_number_that_is_none(front: Front, name: str, value: str) -> None:  #
         ("logit_bias", {"1.5": 1}),
         ("logit_bias", {"5": 101}),
         ("logit_bias", []),
+        ("repetition_detection", {"min_count": 2}),
+        ("repetition_detection", {"max_pattern_size": -1}),
+        ("repetition_detection", {"max_pattern_size": 10**6}),
+        ("repetition_detection", {"max_pattern_size": 4, "min_pattern_size": 5}),
+        ("repetition_detection", {"max_pattern_size": 4, "min_count": 1}),
+        ("repetition_detection", {"max_pattern_size": 4, "foo": 1}),
         ("truncate_prompt_tokens", -5),
         ("truncate_prompt_tokens", 0),
         ("truncation_side", "left"),
@@ -277,7 +283,6 @@ def test_nul_and_byte_order_marks_are_text(front: Front) -> None:  # C069
         ("chat_template", "{{ 1 }}"),
         ("prompt_embeds", "x"),
         ("logprob_token_ids", [1]),
-        ("repetition_detection", {"min_count": 2}),
     ],
 )
 def test_what_is_not_built_is_refused_not_ignored(front: Front, name: str, value: object) -> None:  # C106

@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from tests.api.conftest import Front
+from tests.api.scripts import prompt_of
 from tests.helpers.server import ServerProcess
-from tests.helpers.streams import check_error, strict_json
+from tests.helpers.streams import check_error, check_stream, strict_json
 
 URL = "/inference/v1/generate"
 IDS = [0, 20, 30, 40]
@@ -86,3 +87,25 @@ def test_a_template_is_shown(front: Front) -> None:
     assert front.engine.tokenizer.encode(prompt, add_special_tokens=False) == front.engine.seen[-1]["prompt"]
     check_error(front.client.post("/apply_template", json={"prompt": "x"}), 400, param="messages")
     check_error(front.client.post("/apply_template", json={"messages": [{"role": "x"}]}), 400, param="messages")
+
+
+def test_an_output_in_a_circle_ends(scripted: ServerProcess) -> None:
+    # After the end of its script the model says one token for ever.
+    fixed = {"prompt": prompt_of("twice"), "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    fixed |= {"return_token_ids": True, "skip_special_tokens": False}
+    rule = {"max_pattern_size": 4, "min_count": 6}
+    with httpx.Client(base_url=scripted.base_url, timeout=60) as client:
+        free = client.post("/v1/completions", json=fixed).json()["choices"][0]
+        assert len(free["token_ids"]) == 100
+        choice = client.post("/v1/completions", json={**fixed, "repetition_detection": rule}).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition_detected")
+        ids = choice["token_ids"]
+        assert ids == free["token_ids"][: len(ids)]
+        assert ids[-6:] == [ids[-1]] * 6 and ids[-7] != ids[-1]
+        assert free["text"].startswith(choice["text"])
+        body = {**fixed, "repetition_detection": rule, "stream": True}
+        stream = check_stream(client.post("/v1/completions", json=body).content, chat=False)
+        assert (stream.choices[0].text, stream.choices[0].token_ids) == (choice["text"], ids)
+        assert stream.choices[0].stop_reason == "repetition_detected"
+        never = {**fixed, "repetition_detection": {"max_pattern_size": 0}}
+        assert client.post("/v1/completions", json=never).json()["choices"][0]["token_ids"] == free["token_ids"]

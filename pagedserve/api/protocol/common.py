@@ -17,6 +17,7 @@ from pagedserve.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_TOKEN_ID_LIST,
     BeamParams,
+    RepetitionDetection,
     SamplingParams,
 )
 
@@ -68,7 +69,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_embeds": ([],),
     "regex": (),
-    "repetition_detection": (),
     "store": (False,),
     "stream_interval": (1,),
     "suffix": ("",),
@@ -117,6 +117,27 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="accepted; no padding is ever sent")
 
 
+class RepetitionDetectionFields(BaseModel):
+    """End an output that ends in `min_count` copies of one pattern; max_pattern_size 0 is off."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    max_pattern_size: int = Field(description="tokens")
+    min_pattern_size: int | None = Field(None, description="tokens (default: 1)")
+    min_count: int | None = Field(None, description="copies (default: 3)")
+
+    def rule(self) -> RepetitionDetection | None:
+        """None where it is off; RequestError for what is out of range."""
+        if self.max_pattern_size == 0:
+            return None
+        return RepetitionDetection(
+            max_pattern_size=self.max_pattern_size,
+            # Other servers take 0 for the smallest.
+            min_pattern_size=self.min_pattern_size or 1,
+            min_count=3 if self.min_count is None else self.min_count,
+        )
+
+
 class GenerationRequest(StructuredOutputFields):
     """Fields of every request that generates text. A field that is null is as good as absent."""
 
@@ -159,6 +180,9 @@ class GenerationRequest(StructuredOutputFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
+    repetition_detection: RepetitionDetectionFields | None = Field(
+        None, description="ends an output that goes round in a circle, with stop_reason repetition_detected"
+    )
     timeout: float | None = Field(None, gt=0, description="seconds after which the request fails with 408")
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="lower runs first (priority policy)")
     cache_salt: str | None = Field(None, description="requests share cached prefixes only under the same salt")
@@ -231,6 +255,8 @@ class GenerationRequest(StructuredOutputFields):
             raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise RequestError("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+        if self.use_beam_search and self.repetition_detection is not None:
+            raise RequestError("beam search does not look for repetition", param="repetition_detection")
         if not self.use_beam_search:
             # Clients of other servers send the defaults along.
             for name, default in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
@@ -254,6 +280,8 @@ class GenerationRequest(StructuredOutputFields):
                 values["best_of"] = best_of
         if self.logit_bias is not None:
             values["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = self.repetition_detection.rule()
         try:
             return SamplingParams(
                 n=1 if self.n is None else self.n,
