@@ -21,7 +21,12 @@ from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.models import transformers_proof as proof
 from pagedserve.models.sources import SafetensorsSource
-from pagedserve.models.transformers_modules import nbytes_of_rest, replace_linears, replace_rotary
+from pagedserve.models.transformers_modules import (
+    nbytes_of_rest,
+    replace_experts,
+    replace_linears,
+    replace_rotary,
+)
 from pagedserve.models.transformers_probe import (
     LayerAttention,
     TransformersConfig,
@@ -81,7 +86,9 @@ class TransformersForCausalLM:
                 model = _read(files, config) if dummy_seed is None else _random(config, dummy_seed)
                 model.eval()
                 replace_rotary(model, max(max_model_len, *proof.LENGTHS), dtype)
-                num_bytes = replace_linears(model, quant, dtype, device)
+                # On GPUs transformers' own grouped product is the faster one.
+                num_bytes = replace_experts(model, quant) if device.type == "cpu" else 0
+                num_bytes += replace_linears(model, quant, dtype, device)
                 num_bytes += nbytes_of_rest(model, dtype, device)
                 return cls(config, model, attention, num_bytes)
         except PagedServeError:

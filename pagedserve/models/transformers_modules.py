@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
 from pagedserve.errors import ConfigError
 from pagedserve.layers.embedding import DenseEmbedding, Embedding, SharedEmbedding
 from pagedserve.layers.linear import Linear
 from pagedserve.quantization.method import QuantMethod
+
+EXPERTS = "pagedserve"
 
 
 class LinearModule(nn.Module):
@@ -51,6 +56,75 @@ class EmbeddingModule(nn.Module):
         """int64 [...] -> [..., hidden]"""
         rows = self._embedding(token_ids.reshape(-1))
         return rows.view(*token_ids.shape, rows.shape[-1])
+
+
+class PackedExperts:
+    """Experts whose matrices transformers holds in one tensor, as one weight of ours each.
+
+    What the module itself knows stays with it: its activation or gate, and its biases.
+    """
+
+    def __init__(self, experts: Any, quant: QuantMethod):
+        up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+        self._up = [quant.from_dense(self._matrix(experts, up.data[e])) for e in range(up.shape[0])]
+        self._down = [quant.from_dense(self._matrix(experts, part)) for part in experts.down_proj.data]
+        self.nbytes = sum(weight.nbytes for weight in self._up + self._down)
+
+    @staticmethod
+    def _matrix(experts: Any, stored: torch.Tensor) -> torch.Tensor:
+        return stored.T.contiguous() if experts.is_transposed else stored
+
+    def __call__(
+        self,
+        experts: Any,
+        x: torch.Tensor,  # [num_tokens, hidden]
+        top_k_index: torch.Tensor,  # int64 [num_tokens, k]
+        top_k_weights: torch.Tensor,  # [num_tokens, k]
+    ) -> torch.Tensor:  # [num_tokens, hidden]
+        """Every expert once, over the tokens that chose it; a token's sum is in the order of its choices, so that its
+        neighbours change no bit of it."""
+        num_tokens, k = top_k_index.shape
+        chosen = top_k_index.reshape(-1)
+        up_bias, down_bias = (getattr(experts, name, None) for name in self._bias_names(experts))
+        outputs = x.new_empty((num_tokens * k, x.shape[1]))
+        for e in chosen.unique().tolist():
+            places = (chosen == e).nonzero()[:, 0]
+            y = self._up[e].matmul(x[places // k])
+            if up_bias is not None:
+                y = y + up_bias[e]
+            y = self._down[e].matmul(experts._apply_gate(y) if experts.has_gate else experts.act_fn(y))
+            if down_bias is not None:
+                y = y + down_bias[e]
+            outputs[places] = experts.post_expert_norm(y) if getattr(experts, "has_post_expert_norm", False) else y
+        return (outputs.view(num_tokens, k, -1) * top_k_weights[:, :, None]).sum(dim=1).to(x.dtype)
+
+    @staticmethod
+    def _bias_names(experts: Any) -> tuple[str, str]:
+        if not experts.has_bias:
+            return "", ""
+        return "gate_up_proj_bias" if experts.has_gate else "up_proj_bias", "down_proj_bias"
+
+
+def _run_experts(experts: Any, *arguments: torch.Tensor) -> torch.Tensor:
+    """The function of transformers' interface for experts."""
+    return experts.packed_experts(experts, *arguments)
+
+
+def replace_experts(model: nn.Module, quant: QuantMethod) -> int:
+    """Experts that go through transformers' interface are packed; returns their bytes."""
+    ExpertsInterface.register(EXPERTS, _run_experts)
+    num_bytes = 0
+    for module in model.modules():
+        # What the interface's decorator leaves on a class of experts.
+        if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
+            continue
+        module.packed_experts = PackedExperts(module, quant)
+        num_bytes += module.packed_experts.nbytes
+        for name in ("gate_up_proj", "up_proj", "down_proj"):
+            if name in module._parameters:
+                delattr(module, name)
+        module.config._experts_implementation = EXPERTS
+    return num_bytes
 
 
 class RotaryTable(nn.Module):

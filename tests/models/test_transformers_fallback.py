@@ -32,6 +32,7 @@ MLA = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }  # fmt: skip
+MOE = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 # What is special about each: it stands for a family.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM: part of each head is rotated": ("stablelm", SIZES),
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-J: parallel blocks, a bias on the head": ("gptj", {**GPT_SIZES, "rotary_dim": 8}),
     "OPT: a decoder within the body": ("opt", {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "StarCoder 1: one KV head": ("gpt_bigcode", GPT_SIZES),
-    "Granite MoE: experts in one tensor": ("granitemoe", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Granite MoE: experts in one tensor": ("granitemoe", MOE),
     "MiniCPM 3: values shorter than keys": ("minicpm3", {**SIZES, **MLA}),
 }  # fmt: skip
 
@@ -73,17 +74,20 @@ def continuation(model: Any, prompt: list[int], num_tokens: int) -> tuple[list[i
     return ids, model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
-@pytest.mark.parametrize("name", CASES)
+# Those that are native too, and near relatives of others.
+SLOW = {"Gemma 2", "Gemma 3", "GPT-2: each", "GPT-J", "StarCoder 1"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if any(map(n.startswith, SLOW)) else []) for n in CASES]
+)
 def test_logits_and_greedy_tokens_equal_transformers_at_every_chunk_size(tmp_path: Path, name: str) -> None:
     model_type, config = CASES[name]
     ids, expected = continuation(write_random(tmp_path, model_type, **config), PROMPT, NUM_DECODED)
     paged = PagedModel(tmp_path, impl="transformers", backend=BACKEND)
     assert isinstance(paged.model, TransformersForCausalLM)
-    for seq_id, chunk in enumerate((1, 7, 64)):
-        # The prompt in chunks, then one token at a time.
-        found = [paged.step([(seq_id, PROMPT[i : i + chunk])]) for i in range(0, len(PROMPT), chunk)]
-        found += [paged.step([(seq_id, [token])]) for token in ids[len(PROMPT) :]]
-        logits = torch.cat(found)
+    for seq_id, chunk in enumerate((1, 7, 64)):  # by 1, the last 32 steps are decoding
+        logits = paged.logits(ids, chunk=chunk, seq_id=seq_id)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == ids[len(PROMPT) :]
 
@@ -196,8 +200,24 @@ def test_weights_are_held_as_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason="the native CPU library is not built")
-def test_experts_in_one_tensor_are_not_quantised_and_that_is_said(tmp_path: Path) -> None:
-    write_random(tmp_path, "granitemoe", **{**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2})
+def test_experts_are_held_as_asked_for(tmp_path: Path) -> None:
+    """Each expert's matrices are packed on their own, though transformers has them in one tensor."""
+    write_random(tmp_path, "granitemoe", dtype=torch.bfloat16, **MOE)
+    exact = reference_logits(tmp_path, torch.float32)
+    sizes, errors = {}, {}
+    for weights_dtype in ("float32", "auto", "int8"):
+        paged = PagedModel(tmp_path, impl="transformers", backend="cpu", quant=PackedMethod(weights_dtype))
+        sizes[weights_dtype] = paged.model.weights_bytes
+        errors[weights_dtype] = float((paged.logits(PROMPT, chunk=7) - exact).abs().mean() / exact.abs().mean())
+    assert errors["auto"] < 1e-5 < errors["int8"] < 0.2  # a token may choose other experts
+    assert sizes["auto"] < 0.6 * sizes["float32"]
+    assert sizes["int8"] < 0.7 * sizes["auto"]
+
+
+@pytest.mark.skipif(not native.available(), reason="the native CPU library is not built")
+def test_experts_that_are_not_quantised_are_named(tmp_path: Path) -> None:
+    """Llama 4 multiplies all of its experts at once, outside of the interface."""
+    write_random(tmp_path, "llama4_text", **{**MOE, "head_dim": 16})
     with pytest.raises(ConfigError, match=r"--weights-dtype: .* is a tensor of several matrices.*auto"):
         PagedModel(tmp_path, impl="transformers", backend="cpu", quant=PackedMethod("int8"))
 
