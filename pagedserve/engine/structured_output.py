@@ -290,7 +290,7 @@ class StructuredOutputs:
 
     def wait(self, seconds: float) -> bool:
         """Wait for a grammar, at most so long; False at once where none is pending."""
-        if not self._waiting:
+        if not self.num_pending:
             return False
         self._has_result.wait(seconds)
         return True
@@ -382,7 +382,7 @@ class StructuredOutputs:
         if not matcher.is_error():
             # A grammar without a first token, or too complex for one, is found here and not in a step.
             matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        has_no_text = matcher.stop_reason() == "NoExtensionBias"
+        has_no_text = matcher.get_error().startswith("NoExtension")
         if matcher.is_error() and not has_no_text:
             raise RequestError(f"the {key.kind} cannot be used: {_one_line(matcher.get_error())}", param=PARAM)
         _clear(row, (self._table.end_id,))
