@@ -41,6 +41,7 @@ RENAMED_FLAGS = {
     "--disable-log-requests": "(requests are not logged unless --log-requests is given)",
     "--enable-chunked-prefill": "(prompts are always computed in chunks)",
     "--guided-decoding-backend": "(not needed)",
+    "--enable-auto-tool-choice": "(not needed)",
     "--n-gpu-layers": "--device",
     "--ctx-size": "--max-model-len",
     "--mem-fraction-static": "--gpu-memory-utilization",

@@ -218,6 +218,13 @@ def test_a_taken_port_is_one_line(tiny_model: Path) -> None:
     assert "--port" in done.stderr.splitlines()[-1]
 
 
+def test_a_parser_that_is_not_there_is_one_line(tiny_model: Path) -> None:
+    done = serve("--model", str(tiny_model), "--port", "0", "--tool-call-parser", "nope")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "unknown tool-call parser 'nope'; known: " in done.stderr.splitlines()[-1]
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = serve("--model", str(tmp_path / "nothing"), "--port", "0")
     assert done.returncode == 1
