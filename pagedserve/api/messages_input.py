@@ -25,7 +25,7 @@ def chat_fields(body: CountTokensRequest) -> tuple[dict[str, Any], list[str]]:
         fields["continue_final_message"] = True
     ignored: list[str] = []
     _add_tools(fields, body)
-    _add_thinking(fields, body, ignored)
+    _add_thinking(fields, body)
     _add_output(fields, body)
     if isinstance(body, MessagesRequest):
         for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "timeout", "priority"):
@@ -143,7 +143,7 @@ def _add_tools(fields: dict[str, Any], body: CountTokensRequest) -> None:
     fields["tools"] = tools
 
 
-def _add_thinking(fields: dict[str, Any], body: CountTokensRequest, ignored: list[str]) -> None:
+def _add_thinking(fields: dict[str, Any], body: CountTokensRequest) -> None:
     variables = dict(body.chat_template_kwargs or {})
     if body.thinking is not None:
         kind, budget = body.thinking.get("type"), body.thinking.get("budget_tokens")
@@ -158,7 +158,6 @@ def _add_thinking(fields: dict[str, Any], body: CountTokensRequest, ignored: lis
                 raise RequestError(
                     "thinking.budget_tokens must be less than max_tokens", param="thinking.budget_tokens"
                 )
-            ignored.append("thinking.budget_tokens")
         if kind != "adaptive":
             variables.setdefault("enable_thinking", kind == "enabled")
     if variables:

@@ -232,9 +232,6 @@ def test_keys(make_front: FrontFactory) -> None:  # C105
 
 
 def test_fields_without_effect_are_named(front: Front, make_front: FrontFactory) -> None:
-    response = ask(front, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000, foo=1)
-    # The context is small: only the headers of a good answer matter here.
-    assert response.status_code == 400
     response = ask(front, foo=1, metadata={"user_id": "me"}, service_tier="standard_only")
     assert response.status_code == 200
     assert response.headers["x-pagedserve-warning"].endswith(": foo")
@@ -342,3 +339,21 @@ def test_a_call_that_is_cut_short(calling: Front) -> None:
         client.messages.stream(model="fake", max_tokens=length, messages=SAY, tools=TOOLS) as stream,
     ):
         assert stream.get_final_message().stop_reason == "max_tokens"
+
+
+def test_thoughts_have_a_budget(calling: Front) -> None:
+    fixed: dict[str, Any] = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1500}
+    response = ask(calling, **fixed)
+    assert "x-pagedserve-warning" not in response.headers
+    assert calling.engine.seen[-1]["params"].structured_output.max_free_tokens == 1024
+    ask(calling, max_tokens=400)
+    assert calling.engine.seen[-1]["params"].structured_output is None
+
+
+def test_an_answer_of_a_schema(front: Front) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    output = {"format": {"type": "json_schema", "schema": schema}}
+    assert ask(front, output_config=output).status_code == 200
+    assert json.loads(front.engine.seen[-1]["params"].structured_output.value) == schema
+    wrong = {"format": {"type": "json_schema", "schema": 5}}
+    check_error(ask(front, output_config=wrong), 400, "invalid_request_error", "output_config.format")

@@ -366,3 +366,14 @@ def test_the_oldest_are_forgotten() -> None:
         history = latest.history()
         store.put(latest)
     assert len(store) == 20
+
+
+def test_an_answer_of_a_schema(front: Front, client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    response = client.responses.create(model="fake", input="say 1", text=text)
+    assert json.loads(front.engine.seen[-1]["params"].structured_output.value) == schema
+    assert response.text.format.type == "json_schema"
+    check_error(
+        ask(front, text={"format": {"type": "json_schema", "name": "n", "schema": 5}}), 400, param="text.format"
+    )

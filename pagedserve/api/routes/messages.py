@@ -66,6 +66,7 @@ FRAMING = sse.Framing(sse.KEEP_ALIVE, _error, b"")
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     body, chat, ignored = await _read(request, MessagesRequest)
+    _limit_thoughts(request.app.state.api, body, chat, ignored)
     try:
         call = call_for(request, chat, ignored, "msg_")
     except RequestError as error:
@@ -85,6 +86,18 @@ async def count_tokens(request: Request) -> Response:
     text = await asyncio.to_thread(engine.chat_template.render, chat.messages, **chat.template_options())
     ids = await tokenize(engine, text, add_special_tokens=False, param="messages")
     return json_response(TokenCount(len(ids)), warning_headers(state, ignored))
+
+
+def _limit_thoughts(state: ApiState, body: MessagesRequest, chat: ChatCompletionRequest, ignored: list[str]) -> None:
+    """Hand on the budget of thoughts, where the model has thoughts; clients send one whatever the model is."""
+    thinking = body.thinking or {}
+    parser = state.output_formats().reasoning_parser
+    if thinking.get("type") != "enabled" or parser is None:
+        return
+    if parser.markers() is None:
+        ignored.append("thinking.budget_tokens")
+    else:
+        chat.thinking_token_budget = thinking["budget_tokens"]
 
 
 async def _read(request: Request, model: type[Body]) -> tuple[Body, ChatCompletionRequest, list[str]]:
