@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -371,7 +371,7 @@ class StepProgram:
         self._handle = handle
         self._counts = (ctypes.c_int64 * num_counts)()
         self._inputs = (ctypes.c_void_p * num_inputs)()
-        self.op_names: list[str] = []
+        self.ops: list[tuple[str, Sequence[tuple[int, int, int]]]] = []  # name, arguments
         weakref.finalize(self, _loaded().ps_program_destroy, handle)
 
     def add_buffer(self, num_bytes: int, count_index: int | None) -> None:
@@ -382,11 +382,43 @@ class StepProgram:
         """A call of C function `name`; each argument is (kind, index, value). ConfigError where C does not know it."""
         array = (ArgumentStruct * len(arguments))(*arguments)
         call("ps_program_add_op", self._handle, name.encode(), ctypes.byref(array), len(arguments))
-        self.op_names.append(name)
+        self.ops.append((name, arguments))
 
-    def run(self, counts: Sequence[int], inputs: Sequence[int], op_seconds: np.ndarray | None = None) -> None:
-        """Replays the calls. `inputs` are addresses; `op_seconds` float64 [num_ops] has each call's time added."""
+    def run(self, counts: Sequence[int], inputs: Sequence[int]) -> None:
+        """Replays the calls. `inputs` are addresses."""
         self._counts[:] = counts
         self._inputs[:] = inputs
-        seconds = None if op_seconds is None else op_seconds.ctypes.data
-        call("ps_program_run", self._handle, ctypes.byref(self._counts), ctypes.byref(self._inputs), seconds)
+        if _observer is None:
+            call("ps_program_run", self._handle, ctypes.byref(self._counts), ctypes.byref(self._inputs), None)
+            return
+        seconds = np.zeros(len(self.ops))
+        call(
+            "ps_program_run", self._handle, ctypes.byref(self._counts), ctypes.byref(self._inputs), seconds.ctypes.data
+        )
+        _observer(self, counts, inputs, seconds)
+
+
+# Is told of every run: the program, its counts and inputs, and the seconds of each op, float64 [num_ops].
+Observer = Callable[[StepProgram, Sequence[int], Sequence[int], np.ndarray], None]
+_observer: Observer | None = None
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Within, ops of step programs are timed and `observer` is told."""
+    global _observer
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
+
+
+def packed_bytes(fmt: int, out_features: int, in_features: int) -> int:
+    """Bytes of a packed matrix of ps_linear_format `fmt`."""
+    return _loaded().ps_linear_packed_bytes(fmt, out_features, in_features)
+
+
+def int32s_at(address: int, count: int) -> np.ndarray:
+    """A copy of `count` int32 numbers that a recorded call points to."""
+    return np.array((ctypes.c_int32 * count).from_address(address), dtype=np.int64)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from pagedserve.kernels import capture, cpu, native, ops
@@ -46,12 +45,11 @@ class StepGraph:
         self._captured_for: tuple[int, ...] | None = None
         self._paths: list[_Path] = []
         self._results: list[torch.Tensor] = []
-        self.op_seconds: np.ndarray | None = None  # float64 [num_ops]: where it is set, times are added to it
 
     @property
     def op_names(self) -> list[str]:
         """The ops of a captured step in order; empty where steps run op by op."""
-        return [] if self._program is None else self._program.op_names
+        return [] if self._program is None else [name for name, _ in self._program.ops]
 
     def __call__(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [num_tokens, hidden] and logits fp32 [num_sampled, vocab]."""
@@ -79,7 +77,7 @@ class StepGraph:
                 self._results[i] = torch.empty((count + count // 4, self._results[i].shape[1]), dtype=torch.float32)
         hidden, logits = self._results
         addresses = [_address(path.of(inputs)) for path in self._paths]
-        program.run(counts, [*addresses, hidden.data_ptr(), logits.data_ptr()], self.op_seconds)
+        program.run(counts, [*addresses, hidden.data_ptr(), logits.data_ptr()])
         return hidden[: counts[0]], logits[: counts[1]]
 
     def _capture(self) -> None:

@@ -112,6 +112,20 @@ def test_offline_benches_print_one_json_line(model: Path) -> None:
     assert json.loads(latency.stdout)["median_ms"] > 0
 
 
+def test_bench_step_tells_where_the_time_of_a_step_goes(model: Path) -> None:
+    sizes = ("--batch-sizes", "1,3", "--context-len", "9", "--num-steps", "4", "-m", str(model), *ENGINE_FLAGS)
+    done = pagedserve("bench", "step", "--profile", "--json", *sizes)
+    assert done.returncode == 0, done.stderr
+    one, three = json.loads(done.stdout)
+    assert (one["batch_size"], three["batch_size"]) == (1, 3) and one["step_ms"] >= one["forward_ms"] > 0
+    calls = {row["op"]: row["calls"] for row in three["ops"]}
+    assert calls["attention"] == 2 and sum(n for op, n in calls.items() if op.startswith("linear ")) == 2 * 4 + 1
+    table = pagedserve("bench", "step", "--profile", *sizes)
+    assert "GFLOP/s" in table.stdout and "attention" in table.stdout
+    refused = pagedserve("bench", "step", "--batch-sizes", "1,none")
+    assert refused.returncode != 0 and "--batch-sizes" in refused.stderr and refused.stderr.count("\n") == 1
+
+
 def test_generate_reads_prompts_from_stdin(model: Path) -> None:
     flags = ("--max-tokens", "6", "-m", str(model), *ENGINE_FLAGS, "--json")
     by_flag = pagedserve("generate", "abc", "def", *flags)

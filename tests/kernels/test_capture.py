@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
@@ -80,15 +79,19 @@ def test_nothing_is_computed_while_recording() -> None:
     assert torch.equal(residual[:2], x) and not residual[2:].any()
 
 
-def test_times_of_ops_add_up() -> None:
+def test_an_observer_is_told_the_time_of_every_op() -> None:
     program = program_of(chain)
-    seconds = np.zeros(len(program.op_names))
+    runs: list[tuple] = []
     x, out = torch.randn(4, WIDTH), torch.empty(4, WIDTH // 2)
-    for _ in range(2):
-        before = seconds.copy()
-        program.run([4], [x.data_ptr(), out.data_ptr()], seconds)
-        assert (seconds > before).all()
-    assert program.op_names.count("ps_rms_norm") == 10 and program.op_names[-1] == "ps_gated_activation"
+    with native.observing(lambda *run: runs.append(run)):
+        program.run([4], [x.data_ptr(), out.data_ptr()])
+        program.run([3], [x.data_ptr(), out.data_ptr()])
+    program.run([4], [x.data_ptr(), out.data_ptr()])
+    assert [run[:2] for run in runs] == [(program, [4]), (program, [3])]
+    names = [name for name, _ in program.ops]
+    assert names.count("ps_rms_norm") == 10 and names[-1] == "ps_gated_activation"
+    for *_, seconds in runs:
+        assert len(seconds) == len(names) and (seconds > 0).all()
 
 
 def test_a_replay_reports_what_an_op_refuses() -> None:

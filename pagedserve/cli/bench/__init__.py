@@ -1,4 +1,4 @@
-"""`pagedserve bench`: serve (a running server), throughput and latency (this process, offline)."""
+"""`pagedserve bench`: serve (a running server), throughput, latency and step (this process, offline)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pagedserve import log
 BENCHES = {
     "serve": ("pagedserve.cli.bench.serve", "load a running server: TTFT, TPOT, ITL, E2EL and goodput"),
     "throughput": ("pagedserve.cli.bench.throughput", "tokens per second of offline generation"),
+    "step": ("pagedserve.cli.bench.step", "where a decode step's time goes, op by op with --profile"),
     "latency": ("pagedserve.cli.bench.latency", "seconds that one offline batch takes"),
 }
 
