@@ -43,6 +43,16 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self.lanes[0])
 
+    def shared_blocks(self, index: int, end: int) -> list[Block]:
+        """Blocks at `index` that others hold too, so that tokens up to `end` cannot be written into them.
+
+        Forks share all lanes. Who shares less, a block that begins as its own would, has not written yet, is due, and
+        will copy it: until then its owner may write on behind what it shares.
+        """
+        if index >= len(self) or (end < self.due and self.lanes[0][index].ref_count == 1):
+            return []
+        return [lane[index] for lane in self.lanes if lane[index].ref_count > 1]
+
     @property
     def blocks(self) -> list[Block]:
         """All blocks that are held, the deepest last."""

@@ -142,15 +142,14 @@ class KVCacheManager:
         missing = 0
         writers: dict[Block, int] = {}
         for sequence, end in zip(sequences, ends, strict=True):
-            lanes = self._tables[sequence.seq_id].lanes
+            table = self._tables[sequence.seq_id]
             first = sequence.num_computed_tokens // block_size
-            num_blocks = len(lanes[0])
+            num_blocks = len(table)
             if end > num_blocks * block_size:
-                missing += (-(-end // block_size) - num_blocks) * len(lanes)
-            if first < num_blocks and end > sequence.num_computed_tokens:
-                for lane in lanes:
-                    if lane[first].ref_count > 1:
-                        writers[lane[first]] = writers.get(lane[first], 0) + 1
+                missing += (-(-end // block_size) - num_blocks) * len(table.lanes)
+            if end > sequence.num_computed_tokens:
+                for block in table.shared_blocks(first, end):
+                    writers[block] = writers.get(block, 0) + 1
         for block, count in writers.items():
             # Where all its holders write, the last one keeps the block.
             missing += count if block.ref_count > count else count - 1
@@ -180,7 +179,6 @@ class KVCacheManager:
         block_size = self.block_size
         num_blocks = len(blocks)
         first = sequence.num_computed_tokens // block_size
-        # What several lanes hold in their partly filled last blocks is shared in all of them, or due to be looked at.
         if (
             end >= table.due or end > num_blocks * block_size or (first < num_blocks and blocks[first].ref_count > 1)
         ) and not self._make_ready(sequence, table, end):
@@ -200,7 +198,7 @@ class KVCacheManager:
         missing = -(-end // block_size) - num_blocks
         first, num_kept = divmod(sequence.num_computed_tokens, block_size)
         is_inside = first < num_blocks
-        num_copies = sum(lane[first].ref_count > 1 for lane in lanes) if is_inside else 0
+        num_copies = len(table.shared_blocks(first, end))
         if max(missing, 0) * len(lanes) + num_copies > self.device.num_free:
             return False
         if num_copies:

@@ -79,29 +79,27 @@ class PrefixCache:
     # -- blocks that match in part -------------------------------------------------------------------------------------
 
     def take_opening(self, sequence: Sequence, table: BlockTable) -> int:
-        """Share the block with the most of the tokens after the table's; returns how many it has.
-
-        Only with one layer group: with several, the same beginning would have to be there in each.
-        """
-        if len(table.lanes) > 1:
-            return 0
-        num_blocks = len(table)
-        start = num_blocks * self._block_size
+        """Share the block of each group with the most of the tokens after the table's; returns how many all have."""
+        start = len(table) * self._block_size
         wanted = sequence.token_ids[start : min(start + self._block_size, len(sequence.token_ids) - 1)]
-        found = self._pool.find_opening(table.digests[num_blocks - 1] if num_blocks else table.root, wanted)
-        if found is None:
+        parent = table.digests[len(table) - 1] if len(table) else table.root
+        found = [self._pool.find_opening(parent + name, wanted) for name in self._names]
+        num_tokens = min(0 if match is None else match[1] for match in found)
+        if not num_tokens:
             return 0
-        block, num_tokens = found
-        is_free = block.ref_count == 0
-        assert block.opening is not None
-        if not is_free or block.digest is not None or num_tokens < len(block.opening[1]):
-            # Its content is of use to others. A free one is held beside its copy until the step has run.
-            if is_free and self._pool.num_free <= self._geometry.num_blocks_of(len(sequence.token_ids), start):
+        blocks = [match[0] for match in found if match is not None]
+        num_free = sum(block.ref_count == 0 for block in blocks)
+        if num_free < len(blocks) or any(_is_of_use_to_others(block, num_tokens) for block in blocks):
+            # All are copied. Free ones are held beside their copies until the step has run.
+            room = self._pool.num_free - num_free
+            if num_free and room < self._geometry.num_blocks_of(len(sequence.token_ids), start):
                 return 0
+            for block in blocks:
+                self._pool.retain(block)
+            self.pinned += blocks
+        for block, lane in zip(blocks, table.lanes, strict=True):
             self._pool.retain(block)
-            self.pinned.append(block)
-        self._pool.retain(block)
-        table.lanes[0].append(block)
+            lane.append(block)
         return num_tokens
 
     def unpin(self) -> None:
@@ -130,11 +128,17 @@ class PrefixCache:
                 parent = digest
 
     def register_tail(self, sequence: Sequence, table: BlockTable) -> None:
-        """Let the partly filled last block be found by what it begins with."""
+        """Let the partly filled last blocks be found by what they begin with."""
         num_full = sequence.num_computed_tokens // self._block_size
-        if num_full >= min(len(table), table.max_findable) or len(table.lanes) > 1:
+        if num_full >= min(len(table), table.max_findable):
             return
         extend_digests(table.digests, num_full, sequence.token_ids, self._block_size, table.root)
         parent = table.digests[num_full - 1] if num_full else table.root
         tail = sequence.token_ids[num_full * self._block_size : sequence.num_computed_tokens]
-        self._pool.register_opening(table.lanes[0][num_full], parent, tail)
+        for lane, name in zip(table.lanes, self._names, strict=True):
+            self._pool.register_opening(lane[num_full], parent + name, tail)
+
+
+def _is_of_use_to_others(block: Block, num_tokens: int) -> bool:
+    """Whether writing on behind these tokens would lose anything that is found."""
+    return block.digest is not None or (block.opening is not None and len(block.opening[1]) > num_tokens)

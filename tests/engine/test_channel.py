@@ -39,7 +39,7 @@ from pagedserve.messages import (
 )
 from pagedserve.sampling_params import BeamParams, SamplingParams, StructuredOutput
 from pagedserve.sequence import Request
-from pagedserve.step import KVCacheSpec, MemoryPlan, TokenLogprobs
+from pagedserve.step import KVCacheSpec, LayerGroup, MemoryPlan, TokenLogprobs
 
 FULL_PARAMS = SamplingParams(
     n=2,
@@ -60,7 +60,15 @@ FULL_PARAMS = SamplingParams(
     beam=BeamParams(width=3, early_stopping="never"),
     structured_output=StructuredOutput.json_schema({"const": "🦜"}, prefix="<", whitespace="", after_text="</think>"),
 )
-SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", bytes_per_block=2048)
+SPEC = KVCacheSpec(
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=8,
+    block_size=16,
+    dtype="float32",
+    bytes_per_block=2048,
+    groups=(LayerGroup(layers=(1,)), LayerGroup(layers=(0,), window=9)),
+)
 PLAN = MemoryPlan(weights_bytes=1, kv_bytes=2, num_device_blocks=3, num_host_blocks=4, spec=SPEC)
 ENTRY = TokenLogprobs(token_ids=[3, 1], logprobs=[-0.5, -1.0], rank=2)
 

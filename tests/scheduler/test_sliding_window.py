@@ -55,7 +55,7 @@ def test_a_prompt_longer_than_the_pool_runs_where_a_window_is_all_that_is_kept()
 def test_a_prefix_is_found_by_its_last_window(windows: tuple[int | None, ...]) -> None:  # C085
     driver = make_driver(128, windows=windows)
     prompt = list(range(40))
-    for expected in (0, 39 if len(windows) == 1 else 36):
+    for expected in (0, 39):
         request = make_request(prompt, max_tokens=9)
         driver.add(request)
         result = driver.run()[request.request_id]
@@ -65,6 +65,25 @@ def test_a_prefix_is_found_by_its_last_window(windows: tuple[int | None, ...]) -
     driver.add(longer)
     assert driver.run()[longer.request_id].finished.num_cached_tokens == 40
     assert_right(driver, longer)
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_the_beginning_of_a_block_is_shared_in_every_group(windows: tuple[int | None, ...]) -> None:
+    driver = make_driver(128, windows=windows)
+    history: list[int] = []
+    for turn in range(4):
+        request = make_request([*history, *range(100 * turn, 100 * turn + 11)], max_tokens=7)
+        driver.add(request)
+        result = driver.run()[request.request_id]
+        assert_right(driver, request)
+        assert result.finished.num_cached_tokens == max(len(history) - 1, 0)
+        history = request.prompt_token_ids + result.token_ids[0]
+    assert driver.scheduler.stats().num_copied_blocks == 0
+    other = make_request([*history[:-3], 99, 98, 97], max_tokens=7)
+    driver.add(other)
+    assert driver.run()[other.request_id].finished.num_cached_tokens == len(history) - 3
+    assert_right(driver, other)
+    assert driver.scheduler.stats().num_copied_blocks == len(windows)
 
 
 def test_a_prefix_whose_beginning_is_gone_still_serves_a_window() -> None:
