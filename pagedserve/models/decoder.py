@@ -204,6 +204,11 @@ class Decoder(ABC):
         self.norm = self.make_norm(build)
         self.weights_bytes = build.nbytes
 
+    @classmethod
+    def why_not(cls, config: Mapping[str, Any]) -> str | None:
+        """What of a config.json this class does not compute, so that the fallback takes it; None if it can."""
+        return None
+
     def make_ends(self, build: Builder) -> tuple[Embedding, Linear]:
         """The token embedding and the head."""
         config = self.config

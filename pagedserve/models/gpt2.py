@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from pagedserve.errors import ModelLoadError
 from pagedserve.kernels import ops
 from pagedserve.layers.embedding import Embedding
 from pagedserve.layers.linear import Linear
@@ -23,10 +22,6 @@ class GPT2Config(DecoderConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GPT2Config:
         fields = Fields(config)
-        if fields.boolean("scale_attn_by_inverse_layer_idx", False) or fields.boolean("add_cross_attention", False):
-            raise ModelLoadError(
-                "config.json: scale_attn_by_inverse_layer_idx and add_cross_attention are not supported"
-            )
         hidden_size = fields.integer("n_embd", 768)
         renamed = {
             **config,
@@ -47,6 +42,13 @@ class GPT2Config(DecoderConfig):
 
 class GPT2LMHeadModel(Decoder):
     config_class = GPT2Config
+
+    @classmethod
+    def why_not(cls, config: Mapping[str, Any]) -> str | None:
+        for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            if config.get(name):
+                return f"GPT-2 with {name}"
+        return None
 
     def make_ends(self, build: Builder) -> tuple[Embedding, Linear]:
         config, weights = self.config, build.weights

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from pagedserve.errors import ModelLoadError
 from pagedserve.kernels import ops
 from pagedserve.layers.embedding import Embedding
 from pagedserve.layers.linear import Linear
@@ -27,19 +26,6 @@ class OPTConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> OPTConfig:
         fields = Fields(config)
-        hidden_size = fields.integer("hidden_size")
-        if not fields.boolean("do_layer_norm_before", True):
-            raise ModelLoadError(
-                "config.json: OPT that normalises after attention (do_layer_norm_before false, as OPT-350M) is not "
-                "native; use --model-impl transformers"
-            )
-        if fields.integer("word_embed_proj_dim", hidden_size) != hidden_size:
-            raise ModelLoadError("config.json: OPT with word_embed_proj_dim other than hidden_size is not supported")
-        for name in ("enable_bias", "layer_norm_elementwise_affine"):
-            if not fields.boolean(name, True):
-                raise ModelLoadError(f"config.json: OPT with {name} false is not supported")
-        if fields.boolean("_remove_final_layer_norm", False):
-            raise ModelLoadError("config.json: OPT without its last norm is not supported")
         renamed = {
             **config,
             "intermediate_size": fields.integer("ffn_dim"),
@@ -54,6 +40,19 @@ class OPTConfig(DecoderConfig):
 
 class OPTForCausalLM(Decoder):
     config_class = OPTConfig
+
+    @classmethod
+    def why_not(cls, config: Mapping[str, Any]) -> str | None:
+        fields = Fields(config)
+        for name in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"):
+            if not fields.boolean(name, True):
+                return f"OPT with {name} false"
+        if fields.boolean("_remove_final_layer_norm", False):
+            return "OPT without its last norm"
+        width = fields.optional_integer("word_embed_proj_dim")
+        if width not in (None, config.get("hidden_size")):
+            return f"OPT with word_embed_proj_dim {width}"
+        return None
 
     def make_ends(self, build: Builder) -> tuple[Embedding, Linear]:
         config, weights = self.config, build.weights

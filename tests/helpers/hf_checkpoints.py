@@ -41,11 +41,13 @@ def write_random(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     tokenizer: bool = False,
+    size: float = 1.5,
     **config: Any,
 ) -> Any:
     """A random model of `model_type` in `folder`; returns it, attending eagerly, for comparison.
 
-    Weights are large enough that attention is not uniform; biases and norms are not what they would be by default.
+    Weights of the default `size` are large enough that attention is not uniform; biases and norms are not what they
+    would be by default.
     """
     settings = transformers.CONFIG_MAPPING[model_type](**config)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -57,7 +59,7 @@ def write_random(
         )
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(0.0, size / parameter.shape[-1] ** 0.5)
             elif "norm" in name or "ln_" in name:
                 parameter.uniform_(0.5, 1.5)
             else:

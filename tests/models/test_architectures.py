@@ -7,6 +7,7 @@ equal, by hand over paged KV and through the whole engine, in chunks of 1, 7 and
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedserve import LLM, SamplingParams, gguf_architectures
+from pagedserve.errors import ModelLoadError
 from pagedserve.kernels import native
 from pagedserve.model_files import resolve
 from pagedserve.models import ARCHITECTURES, FALLBACK, model_class
@@ -40,6 +42,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
     max_model_len: int | None = None
+    size: float = 1.5  # of the random weights
 
 
 OPT_SIZES = {**{k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}, "ffn_dim": 96}
@@ -90,8 +93,8 @@ CASES: dict[str, Case] = {
     "qwen3_moe, some layers dense": Case(
         "qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2}
     ),
-    "gemma2": Case("gemma2", GEMMA),
-    "gemma2 as released": Case("gemma2", {**GEMMA, "query_pre_attn_scalar": 32, "head_dim": 32}),
+    "gemma2": Case("gemma2", GEMMA, size=1.0),
+    "gemma2 as released": Case("gemma2", {**GEMMA, "query_pre_attn_scalar": 32, "head_dim": 32}, size=1.0),
     "gemma2 without caps": Case(
         "gemma2",
         {
@@ -101,8 +104,9 @@ CASES: dict[str, Case] = {
             "final_logit_softcapping": None,
             "attention_bias": True,
         },
+        size=1.0,
     ),
-    "gemma3": Case("gemma3_text", GEMMA),
+    "gemma3": Case("gemma3_text", GEMMA, size=1.0),
     "gemma3 as released": Case(
         "gemma3_text",
         {
@@ -116,6 +120,7 @@ CASES: dict[str, Case] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
+        size=1.0,
     ),
     "gemma3, stretched": Case(
         "gemma3_text",
@@ -128,6 +133,7 @@ CASES: dict[str, Case] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
             },
         },
+        size=1.0,
     ),
     "gemma3 that can also see": Case(
         "gemma3",
@@ -183,7 +189,8 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         case = CASES[name]
         folder = tmp_path_factory.mktemp("architecture")
         for seed in range(20):
-            model = write_random(folder, case.model_type, seed=seed, tokenizer=True, **{**case.sizes, **case.changes})
+            settings = {**case.sizes, **case.changes}
+            model = write_random(folder, case.model_type, seed=seed, size=case.size, tokenizer=True, **settings)
             found = _greedy(model)
             if found is not None:
                 break
@@ -224,6 +231,23 @@ def test_every_architecture_has_a_case() -> None:
     assert proved >= set(ARCHITECTURES)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"do_layer_norm_before": False}, "do_layer_norm_before false"),
+        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
+        ({"enable_bias": False}, "enable_bias false"),
+    ],
+)
+def test_what_a_native_class_does_not_compute_is_left_to_the_fallback(changes: dict[str, Any], reason: str) -> None:
+    """OPT-350M, for one, normalises behind its layers."""
+    config = {"architectures": ["OPTForCausalLM"], "model_type": "opt", **OPT_SIZES}
+    assert model_class(config) is not load(FALLBACK)
+    assert model_class({**config, **changes}) is load(FALLBACK)
+    with pytest.raises(ModelLoadError, match=f"OPT with {reason} is not native"):
+        model_class({**config, **changes}, "native")
+
+
 @every_case
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_logits_equal_transformers(oracle: Oracle, backend: str, request: pytest.FixtureRequest) -> None:
@@ -241,6 +265,16 @@ def test_logits_equal_transformers(oracle: Oracle, backend: str, request: pytest
             )
         )
         torch.testing.assert_close(found, oracle.logits[: len(ids)], atol=1e-4, rtol=1e-4)
+
+
+def test_the_readme_lists_what_there_is() -> None:
+    """Architectures of the table, GGUF architectures that have a case, and their number."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| natively \| (.*) \|$", text, re.MULTILINE)
+    assert [name for name, _ in rows] == list(ARCHITECTURES)
+    assert f"| {len(rows)} architectures natively" in text
+    named = {kind for _, formats in rows for kind in re.findall(r"GGUF `(\w+)`", formats)}
+    assert named == set(GGUF_CASES)
 
 
 def test_every_gguf_architecture_has_a_case() -> None:
