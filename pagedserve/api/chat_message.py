@@ -30,14 +30,13 @@ def delta_of(event: Event) -> dict[str, Any] | None:
 
     A call's id, type and name come once, with its first delta. Thoughts stand under both names in the field.
     """
-    match event:
-        case Content(text):
-            return {"content": text}
-        case Reasoning(text):
-            return {"reasoning": text, "reasoning_content": text}
-        case ToolCallBegin(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case ToolCallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    if isinstance(event, Content):
+        return {"content": event.text}
+    if isinstance(event, Reasoning):
+        return {"reasoning": event.text, "reasoning_content": event.text}
+    if isinstance(event, ToolCallArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    if isinstance(event, ToolCallBegin):
+        call = {"index": event.index, "id": event.call_id, "type": "function"}
+        return {"tool_calls": [{**call, "function": {"name": event.name, "arguments": ""}}]}
     return None

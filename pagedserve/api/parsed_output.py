@@ -14,14 +14,13 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from pagedserve.api.parsed_events import (
     Content,
     Event,
     Reasoning,
-    ToolCallAbort,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
@@ -161,13 +160,17 @@ class OutputParser:
     def feed(self, choice: CompletionOutput) -> list[Event]:
         """The events that a choice's next deltas bring; with its `finish_reason` set, also the last ones."""
         is_over = choice.finish_reason is not None
-        if self._reasoning is None:
+        reasoning = self._reasoning
+        if reasoning is None:
             events = self._rest(choice.delta_text)
         else:
-            events = self._divided(self._reasoning.feed(choice.delta_text))
+            events = self._divided(reasoning.feed(choice.delta_text))
             if is_over:
-                events += self._divided(self._reasoning.finish())
-            self._counter.take(choice.delta_token_ids, self._reasoning, is_over)  # type: ignore[union-attr]
+                events += self._divided(reasoning.finish())
+            assert self._counter is not None
+            self._counter.take(choice.delta_token_ids, reasoning, is_over or reasoning.is_done)
+            if reasoning.is_done:
+                self._reasoning = None
         if is_over and self._tools is not None:
             events += self._tools.finish()
         return events
@@ -224,33 +227,42 @@ class ToolCall:
 
     call_id: str
     name: str
-    arguments: str = ""
+    arguments: str
 
 
-@dataclass(slots=True)
 class ParsedMessage:
     """An answer from its events. Calls that were aborted are not in it; their text is in `content`."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    _open: ToolCall | None = None
+    __slots__ = ("_arguments", "_begun", "_content", "_reasoning", "tool_calls")
+
+    def __init__(self) -> None:
+        self.tool_calls: list[ToolCall] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._arguments: list[str] = []
+        self._begun: ToolCallBegin | None = None
+
+    @property
+    def content(self) -> str:
+        """The text."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts."""
+        return "".join(self._reasoning)
 
     def add(self, event: Event) -> None:
         """The next event."""
-        match event:
-            case Content(text):
-                self.content += text
-            case Reasoning(text):
-                self.reasoning += text
-            case ToolCallBegin(_, call_id, name):
-                self._open = ToolCall(call_id, name)
-            case ToolCallArguments(_, text):
-                assert self._open is not None
-                self._open.arguments += text
-            case ToolCallEnd():
-                assert self._open is not None
-                self.tool_calls.append(self._open)
-                self._open = None
-            case ToolCallAbort():
-                self._open = None
+        if isinstance(event, Content):
+            self._content.append(event.text)
+        elif isinstance(event, Reasoning):
+            self._reasoning.append(event.text)
+        elif isinstance(event, ToolCallArguments):
+            self._arguments.append(event.text)
+        elif isinstance(event, ToolCallBegin):
+            self._begun = event
+            self._arguments = []
+        elif isinstance(event, ToolCallEnd):
+            assert self._begun is not None
+            self.tool_calls.append(ToolCall(self._begun.call_id, self._begun.name, "".join(self._arguments)))

@@ -43,6 +43,7 @@ class Markers:
                 raise ValueError(f"{text!r} is part of another marker")
         self.texts = texts
         self._pattern = re.compile("|".join(map(re.escape, texts)))
+        self._first = re.compile("|".join(re.escape(char) for char in sorted({text[0] for text in texts})))
         self._beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
         self._longest = max(map(len, texts)) - 1
 
@@ -52,7 +53,10 @@ class Markers:
 
     def num_held(self, text: str, start: int) -> int:
         """Length of the end of `text` that may be the beginning of a marker."""
-        for length in range(min(self._longest, len(text) - start), 0, -1):
+        first = self._first.search(text, max(start, len(text) - self._longest))
+        if first is None:
+            return 0
+        for length in range(len(text) - first.start(), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
         return 0
@@ -76,7 +80,7 @@ class TextMachine:
     def _resume(self, text: str, *, is_final: bool = False) -> None:
         if self._running is None:
             self._running = self.run()
-        self._buffer = self._buffer[self._position :] + text
+        self._buffer = self._buffer[self._position :] + text if self._position < len(self._buffer) else text
         self._position = 0
         self._is_final = is_final
         try:

@@ -30,6 +30,8 @@ class ReasoningParser(TextMachine):
         self.is_open = is_open
         self.spans: list[list[int]] = []
         self.num_chars = 0
+        # True once no thoughts can come any more: the rest of the text need not come through here.
+        self.is_done = False
         self._pieces: list[tuple[bool, str]] = []
         self._space = ""
 
@@ -128,6 +130,7 @@ class DelimitedReasoning(ReasoningParser):
             if opening is None:
                 for text in space:
                     self.rest(text)
+                self.is_done = True
                 yield from self.copy_rest(self.rest)
                 return
             self.begin(before=len(opening))
@@ -138,4 +141,5 @@ class DelimitedReasoning(ReasoningParser):
             raise
         self.end()
         yield from self.skip_space()
+        self.is_done = True
         yield from self.copy_rest(self.rest)

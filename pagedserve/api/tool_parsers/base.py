@@ -256,8 +256,11 @@ class ToolParser(TextMachine):
             self.content(raw)
 
     def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return list(_joined(events))
+        events = self._events
+        if not events:
+            return []
+        self._events = []
+        return events if len(events) == 1 else list(_joined(events))
 
 
 def _joined(events: list[Event]) -> Iterable[Event]:
