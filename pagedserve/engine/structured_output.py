@@ -6,6 +6,7 @@ in time, ends the request with the reason. From then on a Matcher a sequence say
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import threading
@@ -32,8 +33,9 @@ _LIMITS = {"max_items_in_row": 500, "step_max_items": 10_000, "step_lexer_fuel":
 # The compiler recurses along chains of rules and references; within the size limit they fit into this much stack.
 _STACK_BYTES = 512 << 20
 _NUM_COMPILERS = 2
-# From so many rows on, a pool of threads is worth its hand-over.
+# From so many rows on, a pool of threads is worth its hand-over, where cores are left for it.
 _MIN_PARALLEL_ROWS = 8
+_MIN_CORES = 8
 _MAX_REASON_LENGTH = 400
 # Where a message of llguidance begins to quote the grammar that we made, or its own state.
 _NOISE = re.compile(r"\n\s*\d+ \| |<state>|<non-verbose/>|<backtrace>")
@@ -300,7 +302,7 @@ class StructuredOutputs:
         assert self._table is not None
         masks = np.zeros((len(matchers), self._table.num_words), dtype=np.uint32)
         bound = [(matcher, i) for i, matcher in enumerate(matchers) if not matcher.is_free]
-        if len(bound) < _MIN_PARALLEL_ROWS:
+        if len(bound) < _MIN_PARALLEL_ROWS or (os.cpu_count() or 1) < _MIN_CORES:
             for matcher, i in bound:
                 matcher.fill(masks[i])
         else:

@@ -149,8 +149,12 @@ def apply_token_bitmask(
     rows: torch.Tensor,  # int64 [num_masked], all different
     masks: torch.Tensor,  # int32 [num_masked, at least ceil(vocab_size / 32)]
 ) -> None:
-    """logits[rows[i], t] = -inf, in place, for every token t whose bit (t % 32 of word t // 32) is 0 in masks[i]."""
-    reference.apply_token_bitmask(logits, rows, masks)
+    """logits[rows[i], t] = -inf, in place, for every token t whose bit (t % 32 of word t // 32) is 0 in masks[i].
+
+    Logits are finite or -inf, as the sampler makes them.
+    """
+    on_cpu = logits.is_cpu and logits.dtype is torch.float32
+    (cpu if on_cpu else reference).apply_token_bitmask(logits, rows, masks)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:

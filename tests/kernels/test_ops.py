@@ -88,3 +88,23 @@ def test_blocks_move_within_and_between_pools(implementation: str) -> None:
     ops.swap_blocks(device, host, torch.tensor([[2, 1], [1, 0]]))
     assert torch.equal(host, device[[1, 2]])
     ops.swap_blocks(host, device, torch.empty(0, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 320, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_bitmask_leaves_what_its_bits_allow(vocab_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    wide = torch.randn(5, vocab_size + 7, generator=generator).to(dtype)
+    wide[0, 0] = -torch.inf
+    num_words = vocab_size // 32 + 2  # one more than is needed
+    masks = torch.randint(-(2**31), 2**31, (3, num_words), generator=generator, dtype=torch.int64).to(torch.int32)
+    masks[0] = -1
+    masks[1, 1:] = 0
+    rows = [4, 0, 2]
+    expected = wide.clone()
+    for row, mask in zip(rows, masks.tolist(), strict=True):
+        for token in range(vocab_size):
+            if not mask[token // 32] >> (token % 32) & 1:
+                expected[row, token] = -torch.inf
+    ops.apply_token_bitmask(wide[:, :vocab_size], torch.tensor(rows), masks)
+    assert torch.equal(wide, expected)
