@@ -125,13 +125,17 @@ BEAM = SamplingParams(n=3, beam=BeamParams(width=3), max_tokens=8, temperature=0
 WAYS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunks of 7, no prefix cache": {"max_num_batched_tokens": 7, "enable_prefix_caching": False},
-    "few blocks": {"num_device_blocks": 14, "block_size": 8, "swap_space": "0", "max_num_batched_tokens": 40},
+    "few blocks": {"num_device_blocks": 40, "block_size": 8, "swap_space": "0", "max_num_batched_tokens": 40},
 }
 
 
 def test_the_engine_gives_the_same_answers_in_every_way(tmp_path: Path) -> None:
-    """Batched, chunked, cached, preempted: greedy ids are transformers', samples and beams those of a roomy engine."""
-    model = write_random(tmp_path, "starcoder2", tokenizer=True, **{**SIZES, "sliding_window": 11})
+    """Batched, chunked, cached, preempted: greedy ids are transformers', samples and beams those of a roomy engine.
+
+    Layers with and without a window keep their blocks in groups of their own.
+    """
+    windows = {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 11, "logit_scale": 4.0}
+    model = write_random(tmp_path, "cohere2", tokenizer=True, **{**SIZES, **windows})
     prompts = [PROMPT[:3], PROMPT[:20], PROMPT[:17], PROMPT[:33]]
     greedy = [continuation(model, prompt, 12)[0][len(prompt) :] for prompt in prompts]
     answers = {}
