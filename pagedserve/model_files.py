@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pagedserve import catalog
+from pagedserve.config import ModelConfig
 from pagedserve.errors import ModelLoadError, ModelNotFoundError
 from pagedserve.gguf_file import GGUFFile
 
@@ -86,6 +87,11 @@ def resolve(
             f"a name of the catalog ({', '.join(catalog.CATALOG)}) or a hub id"
         )
     return _from_folder(_from_hub(model, revision, require_weights, log), model, require_weights)
+
+
+def resolve_model(config: ModelConfig, *, log: Callable[[str], None] = catalog.to_stderr) -> ModelFiles:
+    """`resolve` for what the settings name; random weights (`--load-format dummy`) need no files of weights."""
+    return resolve(config.model, revision=config.revision, require_weights=config.load_format != "dummy", log=log)
 
 
 def _from_gguf(path: Path, name: str, generation_defaults: Mapping[str, Any] = MappingProxyType({})) -> ModelFiles:

@@ -84,9 +84,7 @@ class AsyncLLMEngine:
         config = self._config
         # The core imports torch while the files are looked for (and perhaps fetched) and the tokenizer is read.
         await self._client.connect(core, on_progress=on_progress)
-        self.model_files = await asyncio.to_thread(
-            model_files.resolve, config.model.model, revision=config.model.revision, log=on_progress or log.info
-        )
+        self.model_files = await asyncio.to_thread(model_files.resolve_model, config.model, log=on_progress or log.info)
         self.default_pooling = default_pooling(self.model_files, config.front.pooling_type)
         self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
         loading = asyncio.ensure_future(self._client.start(config, vocab_limit=self.tokenizer.vocab_size))

@@ -217,7 +217,7 @@ def build_core(
     """
     clock = clock or PhaseClock(send)
     clock.begin("finding the model")
-    files = model_files.resolve(config.model.model, revision=config.model.revision, log=log.info)
+    files = model_files.resolve_model(config.model, log=log.info)
     executor_class = EXECUTORS.resolve(config.parallel.executor)
     executor = executor_class(
         model=config.model, cache=config.cache, scheduler=config.scheduler, files=files, vocab_limit=vocab_limit

@@ -27,7 +27,7 @@ class LLMEngine:
     """Add requests, call `step` until none is unfinished. Everything happens in the calling thread."""
 
     def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None):
-        self.model_files = model_files.resolve(config.model.model, revision=config.model.revision, log=log.info)
+        self.model_files = model_files.resolve_model(config.model, log=log.info)
         self.default_pooling = default_pooling(self.model_files, config.front.pooling_type)
         source = config.model.tokenizer
         self.tokenizer = Tokenizer.load(

@@ -9,10 +9,10 @@ import pytest
 
 from pagedserve import LLM, SamplingParams
 from pagedserve.engine.llm import make_config
-from pagedserve.errors import ConfigError, ContextLengthError, ModelNotFoundError, RequestError
+from pagedserve.errors import ConfigError, ContextLengthError, ModelLoadError, ModelNotFoundError, RequestError
 from pagedserve.sampling_params import BeamParams
 from tests.helpers.byte_tokenizer import BOS_ID, EOS_ID, IM_END_ID, byte_ids
-from tests.helpers.checkpoints import bigram_llama, scripted_llama
+from tests.helpers.checkpoints import bigram_llama, scripted_llama, tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -292,3 +292,13 @@ def test_a_closed_llm_says_so(tiny_model: Path) -> None:
     llm.close()
     with pytest.raises(Exception, match="shut down"):
         llm.generate("a", GREEDY, use_tqdm=False)
+
+
+def test_random_weights_need_no_files_of_weights(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"no \*.safetensors files"):
+        LLM(str(folder))
+    with LLM(str(folder), load_format="dummy") as llm:
+        output = llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == 3
