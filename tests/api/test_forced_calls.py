@@ -162,3 +162,18 @@ def test_a_budget_beside_strict_tools(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens == 4 + MARKER_TOKENS
     with pytest.raises(openai.BadRequestError, match="strict"):
         client.chat.completions.create(**fixed, extra_body={"thinking_token_budget": 4})
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_scores_of_tokens_that_are_no_text_yet_come_with_the_next_chunk(
+    client: openai.OpenAI, tool_choice: str
+) -> None:
+    """C026: every token has its scores once, in a stream as in a whole answer, whatever its text becomes."""
+    fixed = {**FIXED, "tool_choice": tool_choice, "max_tokens": 60, "seed": 4, "logprobs": True, "top_logprobs": 1}
+    body = {**fixed, "return_token_ids": True}
+    choice = client._client.post("chat/completions", json=body).json()["choices"][0]
+    raw = client._client.post("chat/completions", json={**body, "stream": True}).content
+    stream = check_stream(raw, chat=True)
+    assert stream.choices[0].logprobs == choice["logprobs"]["content"]
+    assert stream.choices[0].token_ids == choice["token_ids"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])

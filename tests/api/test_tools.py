@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.api.conftest import Front, FrontFactory
 from tests.helpers.streams import check_error, check_stream, strict_json
@@ -360,3 +362,55 @@ def test_a_budget_needs_thoughts_that_a_marker_ends(scripted: Front, make_front:
     check_error(scripted.chat(thinking_token_budget=-1), 400, param="thinking_token_budget")
     granite = make_front(template=template_with("Here is my thought process:"))
     check_error(granite.chat(thinking_token_budget=5), 400, param="thinking_token_budget")
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["f", "g", "function", "object", "auto", "", "é"])
+)
+THINGS = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g", "a b"]) | THINGS},
+    optional={
+        "parameters": THINGS | st.fixed_dictionaries({"properties": THINGS}),
+        "strict": THINGS,
+        "description": THINGS,
+    },
+)
+ENTRIES = st.fixed_dictionaries({"type": st.just("function") | LEAVES, "function": FUNCTIONS | THINGS}) | THINGS
+CALLED = (
+    st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": LEAVES, "arguments": THINGS | st.text()})})
+    | THINGS
+)
+ODD = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.lists(ENTRIES, max_size=3) | THINGS,
+        "tool_choice": st.sampled_from(["none", "auto", "required", NAMED]) | ENTRIES | THINGS,
+        "parallel_tool_calls": LEAVES,
+        "thinking_token_budget": LEAVES,
+        "stream": st.booleans(),
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["user", "assistant", "tool"])},
+                optional={
+                    "content": THINGS,
+                    "tool_calls": st.lists(CALLED, max_size=2) | THINGS,
+                    "tool_call_id": LEAVES,
+                },
+            ),
+            max_size=3,
+        ),
+    },
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=ODD)
+def test_no_request_with_tools_is_answered_with_a_5xx(scripted: Front, body: dict[str, Any]) -> None:  # C052, C096
+    scripted.engine.script = "<think>x</think><tool_call>"
+    response = scripted.chat(max_tokens=40, **body)
+    assert response.status_code in (200, 400, 422), response.text
+    if response.status_code != 200:
+        check_error(response, response.status_code)
