@@ -29,7 +29,7 @@ from pagedserve.api.reasoning_parsers import REASONING_PARSERS
 from pagedserve.api.reasoning_parsers.base import ReasoningParser
 from pagedserve.api.tool_grammar import LarkWriter, ToolChoices
 from pagedserve.api.tool_parsers import TOOL_PARSERS
-from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.api.tool_parsers.base import MarkedParser, ToolParser
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.outputs import CompletionOutput
 from pagedserve.sampling_params import SamplingParams, StructuredOutput
@@ -111,12 +111,13 @@ class OutputFormats:
 
     def strict_calls(self, tools: Mapping[str, Mapping[str, Any]]) -> StructuredOutput | None:
         """The grammar of an answer that may call `tools`, with arguments that fit; None where calls have no marker."""
-        if self.tool_parser is None or not self.tool_parser.CAN_CONSTRAIN:
+        parser = self.tool_parser
+        if parser is None or not parser.CAN_CONSTRAIN or not issubclass(parser, MarkedParser):
             return None
         lark = LarkWriter(self.special)
-        grammar = self.tool_parser.grammar(lark, ToolChoices(tools, self.template))
+        grammar = parser.grammar(lark, ToolChoices(tools, self.template))
         opening = grammar.before or grammar.begin
-        marker = next(text for text in self.tool_parser.MARKERS.texts if opening.startswith(text))
+        marker = next(text for text in parser.MARKERS.texts if opening.startswith(text))
         thoughts = None if self.reasoning_parser is None else self.reasoning_parser.markers()
         return lark.amid_text(grammar, marker, thoughts)
 

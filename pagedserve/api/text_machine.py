@@ -9,6 +9,7 @@ was read is dropped, and at most the beginning of one marker is held back.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -62,7 +63,7 @@ class Markers:
         return 0
 
 
-class TextMachine:
+class TextMachine(ABC):
     """Base of all parsers: `feed` pieces, then `finish`. Subclasses write `run`."""
 
     def __init__(self) -> None:
@@ -73,9 +74,9 @@ class TextMachine:
         self._recorded: list[str] | None = None
         self._running: Reading[None] | None = None
 
+    @abstractmethod
     def run(self) -> Reading[None]:
         """Read the whole text; EndOfText may escape."""
-        raise NotImplementedError
 
     def _resume(self, text: str, *, is_final: bool = False) -> None:
         if self._running is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -26,17 +27,15 @@ _SPACE = re.compile(r"\s+")
 class ToolParser(TextMachine):
     """Text in, `Content` and `ToolCall...` events out. One object parses one answer.
 
-    A subclass says what begins a call (`MARKERS`) and reads one (`read_calls`) with `begin_call`, `add_arguments` and
-    `end_call`. What it raises `Malformed` for becomes content again, as does a call that the text ends within; so does
-    a call of a function that nobody offered. White space next to calls is no content unless text follows it.
+    A subclass reads calls with `begin_call`, `add_arguments` and `end_call`. What it raises `Malformed` for becomes
+    content again, as does a call that the text ends within, and one of a function that nobody offered. White space next
+    to calls is no content unless text follows it.
     """
 
-    # What begins a call; the reading of calls starts behind it.
-    MARKERS: ClassVar[Markers]
     # Markers that may be special tokens, which would not show in the text.
     SPECIAL: ClassVar[tuple[str, ...]] = ()
     # True where the marker begins nothing but calls, wherever it stands: then what follows it can be constrained.
-    CAN_CONSTRAIN: ClassVar[bool] = True
+    CAN_CONSTRAIN: ClassVar[bool] = False
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
         """`tools` maps names to the JSON schemas of their arguments."""
@@ -64,22 +63,10 @@ class ToolParser(TextMachine):
         """An id for a call, unique everywhere."""
         return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
-    # -- what subclasses write ----------------------------------------------------------------------------------------
-
-    def run(self) -> Reading[None]:
-        """Text with calls anywhere in it."""
-        while True:
-            marker = yield from self.copy_until(self.MARKERS, self.content)
-            yield from self.attempt(self.read_calls(marker), marker)
-
-    def read_calls(self, marker: str) -> Reading[None]:
-        """Read what `marker` began: one call or several."""
-        raise NotImplementedError
-
     @classmethod
+    @abstractmethod
     def grammar(cls, lark: LarkWriter, calls: ToolChoices) -> CallGrammar:
         """One call in Lark, and what stands around it."""
-        raise NotImplementedError
 
     # -- what subclasses use ------------------------------------------------------------------------------------------
 
@@ -261,6 +248,23 @@ class ToolParser(TextMachine):
             return []
         self._events = []
         return events if len(events) == 1 else list(_joined(events))
+
+
+class MarkedParser(ToolParser):
+    """Calls anywhere in a text, each begun by a marker; a subclass reads what follows one."""
+
+    # What begins calls; none of them stands within another.
+    MARKERS: ClassVar[Markers]
+    CAN_CONSTRAIN: ClassVar[bool] = True
+
+    def run(self) -> Reading[None]:
+        while True:
+            marker = yield from self.copy_until(self.MARKERS, self.content)
+            yield from self.attempt(self.read_calls(marker), marker)
+
+    @abstractmethod
+    def read_calls(self, marker: str) -> Reading[None]:
+        """Read what `marker` began: one call or several."""
 
 
 def _joined(events: list[Event]) -> Iterable[Event]:

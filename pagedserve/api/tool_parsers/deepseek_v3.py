@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from pagedserve.api.text_machine import Markers, Reading
 from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
-from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.api.tool_parsers.base import MarkedParser
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -18,7 +18,7 @@ _SEPARATOR = Markers(SEPARATOR)
 _END_OF_LINE = Markers("\n")
 
 
-class DeepSeekV3Parser(ToolParser):
+class DeepSeekV3Parser(MarkedParser):
     """Reads both forms."""
 
     MARKERS: ClassVar[Markers] = Markers(CALLS_BEGIN)

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
 from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices, properties_of
-from pagedserve.api.tool_parsers.base import NAME, ToolParser
+from pagedserve.api.tool_parsers.base import NAME, MarkedParser
 from pagedserve.api.tool_parsers.pythonic import PythonicParser, python_calls
 from pagedserve.api.tool_parsers.typed_arguments import is_text, text_choices
 
@@ -23,7 +23,7 @@ _KEY = re.compile(r"[^\s:,{}\[\]<>\"]+")
 _MAX_DEPTH = 64
 
 
-class ToolCodeParser(PythonicParser):
+class ToolCodeParser(PythonicParser, MarkedParser):
     """Gemma 3: calls in a fenced block, one a line or in a list, maybe within print()."""
 
     MARKERS: ClassVar[Markers] = Markers("```tool_code")
@@ -31,7 +31,7 @@ class ToolCodeParser(PythonicParser):
     CAN_CONSTRAIN: ClassVar[bool] = True
 
     def run(self) -> Reading[None]:
-        yield from ToolParser.run(self)
+        yield from MarkedParser.run(self)
 
     def read_calls(self, marker: str) -> Reading[None]:
         yield from self.skip_space()
@@ -59,7 +59,7 @@ class ToolCodeParser(PythonicParser):
         return CallGrammar(python_calls(lark, calls.tools), before="```tool_code\n", separator="\n", after="\n```")
 
 
-class FunctionGemmaParser(ToolParser):
+class FunctionGemmaParser(MarkedParser):
     """Keys are bare, strings stand between two equal tags, everything else is as in JSON."""
 
     MARKERS: ClassVar[Markers] = Markers("<start_function_call>")

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from pagedserve.api.text_machine import Markers, Reading
 from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
-from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.api.tool_parsers.base import MarkedParser
 from pagedserve.api.tool_parsers.hermes import HermesParser
 
 
-class GraniteParser(ToolParser):
+class GraniteParser(MarkedParser):
     """A list of objects behind a tag, or an object between two."""
 
     MARKERS: ClassVar[Markers] = Markers("<|tool_call|>", "<tool_call>")

@@ -10,13 +10,13 @@ from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
 from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
-from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.api.tool_parsers.base import MarkedParser
 
 RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
 _MESSAGE = Markers("<|message|>")
 
 
-class HarmonyParser(ToolParser):
+class HarmonyParser(MarkedParser):
     """One message a call."""
 
     MARKERS: ClassVar[Markers] = Markers("<|channel|>")

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from pagedserve.api.text_machine import Markers, Reading
 from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
-from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.api.tool_parsers.base import MarkedParser
 
 
-class HermesParser(ToolParser):
+class HermesParser(MarkedParser):
     """One object between two tags, any number of times."""
 
     MARKERS: ClassVar[Markers] = Markers("<tool_call>")

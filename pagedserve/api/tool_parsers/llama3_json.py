@@ -14,7 +14,6 @@ _TAGS = ("<|python_tag|>", "<|python_start|>")
 class Llama3JsonParser(ToolParser):
     """Calls stand at the very beginning; an answer that begins otherwise is text to its end."""
 
-    CAN_CONSTRAIN: ClassVar[bool] = False
     SPECIAL: ClassVar[tuple[str, ...]] = (*_TAGS, "<|python_end|>")
 
     def run(self) -> Reading[None]:

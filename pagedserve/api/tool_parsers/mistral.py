@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from pagedserve.api.text_machine import Malformed, Markers, Reading
 from pagedserve.api.tool_grammar import CallGrammar, LarkWriter, ToolChoices
-from pagedserve.api.tool_parsers.base import NAME, ToolParser
+from pagedserve.api.tool_parsers.base import NAME, MarkedParser
 
 _ID_CHARS = string.ascii_letters + string.digits
 
 
-class MistralParser(ToolParser):
+class MistralParser(MarkedParser):
     """Both forms; `[CALL_ID]` of the newer one is read over, for ids are given here."""
 
     MARKERS: ClassVar[Markers] = Markers("[TOOL_CALLS]")

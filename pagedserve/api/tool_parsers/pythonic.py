@@ -24,7 +24,6 @@ _MAX_DEPTH = 100
 class PythonicParser(ToolParser):
     """Calls stand at the very beginning. Arguments come out value by value, as JSON."""
 
-    CAN_CONSTRAIN: ClassVar[bool] = False
     SPECIAL: ClassVar[tuple[str, ...]] = (_START, _END)
 
     def run(self) -> Reading[None]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pagedserve.api.text_machine import Markers, Reading
 from pagedserve.api.tool_grammar import LarkWriter, Schema, properties_of
-from pagedserve.api.tool_parsers.base import ToolParser
+from pagedserve.api.tool_parsers.base import MarkedParser
 
 _KEYWORDS = {"True": True, "False": False, "None": None}
 
@@ -81,7 +81,7 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
     return ({list: "array", dict: "object"}.get(type(value), "string"),)
 
 
-class TaggedArgumentsParser(ToolParser):
+class TaggedArgumentsParser(MarkedParser):
     """Calls whose arguments stand between tags, one after the other; strings come out as they come in."""
 
     # What may stand between a value and its tags without being part of it.
