@@ -43,6 +43,8 @@ class GroupQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], Group]] = []
         self._members: set[Group] = set()
+        # Groups in it that are not idle.
+        self.num_urgent = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -53,11 +55,14 @@ class GroupQueue:
     def push(self, group: Group) -> None:
         """Enter a group at its key's place."""
         self._members.add(group)
+        self.num_urgent += not group.is_idle
         heapq.heappush(self._heap, (group.key, group))
 
     def remove(self, group: Group) -> None:
         """Leave the queue from any place; nothing happens where the group is not in it."""
-        self._members.discard(group)
+        if group in self._members:
+            self._members.remove(group)
+            self.num_urgent -= not group.is_idle
 
     def peek(self) -> Group | None:
         """The group whose turn it is."""
@@ -71,5 +76,5 @@ class GroupQueue:
         if group is None:
             raise IndexError("no group is waiting")
         heapq.heappop(self._heap)
-        self._members.remove(group)
+        self.remove(group)
         return group

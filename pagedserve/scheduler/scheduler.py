@@ -234,14 +234,19 @@ class Scheduler:
         return True
 
     def _make_idle_yield(self) -> None:
-        """Idle groups give way to a group that waits and is not idle, until it can enter: in the next step."""
-        running = self._groups.running
-        while running and running[-1].is_idle:
+        """Idle groups give way to those that wait and are not idle, until all have a seat and the first its blocks.
+
+        Whoever waits enters in the next step.
+        """
+        groups = self._groups
+        while groups.running and groups.running[-1].is_idle:
+            num_urgent = groups.waiting.num_urgent + groups.preempted.num_urgent
             queue = self._next_queue()
-            group = None if queue is None else queue.peek()
-            if group is None or group.is_idle or self._can_enter(group):
+            if not num_urgent or queue is None or (head := queue.peek()) is None:
                 return
-            self._preemption.preempt(running[-1])
+            if num_urgent <= self._max_num_seqs - groups.num_seats and self._can_enter(head):
+                return
+            self._preemption.preempt(groups.running[-1])
 
     # -- admission and return ------------------------------------------------------------------------------------------
 

@@ -188,8 +188,11 @@ def test_idle_requests_give_way_to_whoever_comes(mode: str, policy: str) -> None
         driver.step()
     others = [make_request(8, max_tokens=4) for _ in range(5)]
     driver.add(*others)
-    # One step to take the seats of the idle ones, and never a seat for them while others wait.
+    # One step to take the seats of the idle ones, all at once, and never a seat for them while others wait.
     driver.step()
+    driver.step()
+    assert driver.scheduler.stats().num_running == 2
+    assert not any(group.is_idle for group in driver.scheduler._groups.running)
     driver.run()
     assert_right(driver, *idle, *others)
     order = driver.finish_order

@@ -63,7 +63,9 @@ def test_idle_requests_are_behind_all_others(policy: str) -> None:
     queue = GroupQueue()
     for group in groups:
         queue.push(group)
+    assert (len(queue), queue.num_urgent) == (3, 2)
     assert drained(queue)[-1] is groups[0]
+    assert queue.num_urgent == 0
 
 
 def test_removed_groups_do_not_come_up() -> None:
@@ -73,7 +75,7 @@ def test_removed_groups_do_not_come_up() -> None:
         queue.push(group)
     queue.remove(groups[0])
     queue.remove(groups[0])
-    assert len(queue) == 2 and groups[0] not in queue and queue.peek() is groups[1]
+    assert len(queue) == queue.num_urgent == 2 and groups[0] not in queue and queue.peek() is groups[1]
     assert drained(queue) == groups[1:]
     assert queue.peek() is None
     with pytest.raises(IndexError):
