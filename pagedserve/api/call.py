@@ -27,6 +27,8 @@ from pagedserve.sequence import IDLE_PRIORITY
 
 WARNING_HEADER = "X-Pagedserve-Warning"
 MAX_WARNING_LEN = 500
+TIMEOUT_HEADER = "X-Request-Timeout"
+MAX_TIMEOUT = 1e9
 IDLE_TIMEOUT = 30 * 86_400.0
 # Tiers that are what one gets anyway.
 _SERVICE_TIERS = ("auto", "default")
@@ -61,6 +63,20 @@ def warning_headers(state: ApiState, ignored: list[str]) -> dict[str, str]:
     state.log_unknown_fields(ignored)
     names = ", ".join(name if is_safe_id(name) else ascii(name) for name in ignored)
     return {WARNING_HEADER: f"unknown fields have no effect: {names}"[:MAX_WARNING_LEN]}
+
+
+def _timeout_of(request: Request) -> float | None:
+    """What the header X-Request-Timeout says, in seconds; a proxy may set it where bodies are not its own."""
+    value = request.headers.get(TIMEOUT_HEADER)
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < MAX_TIMEOUT:
+        raise RequestError(f"the header {TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    return seconds
 
 
 def make_idle(request: Request, body: Any) -> None:
@@ -130,6 +146,8 @@ def call_for(request: Request, body: Body, ignored: list[str], prefix: str) -> G
         ignored.append("service_tier")
     if body.priority and not state.priorities_count:
         raise RequestError("priority has a meaning only with --scheduling-policy priority", param="priority")
+    if body.timeout is None:
+        body.timeout = _timeout_of(request)
     make_idle(request, body)
     request_id = body.request_id or request.state.client_request_id or uuid.uuid4().hex
     model_name = state.served_name(body.model)

@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from pagedserve.errors import (
     DeadlineExceededError,
@@ -177,9 +178,13 @@ def install(app: FastAPI) -> None:
 
 
 def _method_not_allowed(request: Request, error: HTTPException) -> Response:
-    allow = (error.headers or {}).get("Allow", "")
-    if "GET" in allow and "HEAD" not in allow:
-        allow += ", HEAD"
+    # Starlette's own header has the methods of one route, and a path may have several.
+    scope = {**request.scope, "path_params": {}}
+    routes = [route for route in request.app.routes if route.matches(scope)[0] is not Match.NONE]
+    methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
+    if "GET" in methods:
+        methods.add("HEAD")
+    allow = ", ".join(sorted(methods)) or (error.headers or {}).get("Allow", "")
     message = f"{request.url.path} does not answer {request.method}; it answers {allow}"
     return ErrorReply(405, message, headers=(("Allow", allow),)).response(request.url.path)
 

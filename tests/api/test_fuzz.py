@@ -9,9 +9,14 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagedserve.api.protocol.batches import BatchRequest
 from pagedserve.api.protocol.chat import ChatCompletionRequest
 from pagedserve.api.protocol.common import UNSUPPORTED_FIELDS
 from pagedserve.api.protocol.completions import CompletionRequest
+from pagedserve.api.protocol.generate import GenerateRequest
+from pagedserve.api.protocol.messages import CountTokensRequest, MessagesRequest
+from pagedserve.api.protocol.requests import AbortRequest
+from pagedserve.api.protocol.responses import CountInputRequest, ResponsesRequest
 from pagedserve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.api.conftest import Front
 from tests.helpers.server import ServerProcess
@@ -20,9 +25,18 @@ from tests.helpers.streams import check_error_body, check_stream, strict_json
 MODELS = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": CountInputRequest,
+    "/inference/v1/generate": GenerateRequest,
+    "/abort_requests": AbortRequest,
+    "/v1/batches": BatchRequest,
+    "/apply_template": TokenizeRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+SAMPLING = sorted(CompletionRequest.model_fields)
 texts = st.text(max_size=10)
 numbers = st.one_of(
     st.integers(-3, 40),
@@ -35,14 +49,24 @@ values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=3)),
     max_leaves=8,
 )
+KINDS = ["message", "function_call", "function_call_output", "reasoning"]
+PARTS = ["text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+# Parts of all protocols: what one of them has is what the others must refuse.
+parts = st.fixed_dictionaries(
+    {"type": st.one_of(st.sampled_from(PARTS), values)},
+    optional={name: st.one_of(texts, values) for name in ("text", "thinking", "refusal", "id", "name", "tool_use_id")}
+    | {"input": st.one_of(st.just({}), values), "content": st.one_of(texts, values)},
+)
 messages = st.lists(
     st.fixed_dictionaries(
         {},
         optional={
             "role": st.one_of(st.sampled_from(["system", "user", "assistant", "tool", "developer"]), values),
-            "content": st.one_of(
-                texts, st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts})), values
-            ),
+            "content": st.one_of(texts, st.lists(parts, max_size=3), values),
+            "type": st.one_of(st.sampled_from(KINDS), values),
+            "call_id": st.one_of(texts, values),
+            "arguments": st.one_of(st.just("{}"), values),
+            "output": st.one_of(texts, st.lists(parts, max_size=2), values),
             "tool_calls": values,
             "name": values,
             "reasoning_content": values,
@@ -61,13 +85,19 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     if draw(st.booleans()):
         body["prompt"] = draw(st.one_of(texts, st.lists(texts), st.lists(st.integers(-2, 330), max_size=5)))
         body["messages"] = draw(messages)
+        body["input"] = draw(st.one_of(texts, messages))
+        body["token_ids"] = draw(st.lists(st.integers(-2, 330), max_size=5))
+        body["sampling_params"] = draw(st.dictionaries(st.sampled_from(SAMPLING), values, max_size=3))
+        body["request_ids"] = draw(st.lists(texts, max_size=3))
+        body["max_tokens"] = draw(st.integers(1, 20))
         body["tokens"] = draw(st.lists(st.integers(-2, 330), max_size=5))
-    if draw(st.booleans()):
-        body.pop("model", None)
+    model = draw(st.sampled_from([None, "fake", ...]))
+    if model is not ...:
+        body["model"] = model
     return path, body
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests())
 def test_no_body_is_answered_with_a_5xx(front: Front, request_: tuple[str, dict[str, Any]]) -> None:  # C096
     path, body = request_
@@ -77,7 +107,8 @@ def test_no_body_is_answered_with_a_5xx(front: Front, request_: tuple[str, dict[
     if response.status_code >= 400:
         check_error_body(response.content)
     elif response.headers["content-type"].startswith("text/event-stream"):
-        check_stream(response.content, chat="chat" in path)
+        if path in ("/v1/completions", "/v1/chat/completions"):
+            check_stream(response.content, chat="chat" in path)
     else:
         assert isinstance(strict_json(response.content), dict)
 

@@ -109,3 +109,15 @@ def test_an_output_in_a_circle_ends(scripted: ServerProcess) -> None:
         assert stream.choices[0].stop_reason == "repetition_detected"
         never = {**fixed, "repetition_detection": {"max_pattern_size": 0}}
         assert client.post("/v1/completions", json=never).json()["choices"][0]["token_ids"] == free["token_ids"]
+
+
+def test_a_timeout_may_stand_in_a_header(front: Front) -> None:
+    def ask(value: str, **body: object) -> httpx.Response:
+        return front.client.post("/v1/completions", json={"prompt": "a", **body}, headers={"X-Request-Timeout": value})
+
+    assert ask("2.5").status_code == 200
+    assert front.engine.seen[-1]["timeout"] == 2.5
+    ask("2.5", timeout=7)
+    assert front.engine.seen[-1]["timeout"] == 7
+    for wrong in ("0", "-1", "nan", "inf", "soon", ""):
+        check_error(ask(wrong), 400, param="X-Request-Timeout")

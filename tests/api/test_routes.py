@@ -37,6 +37,8 @@ def test_unknown_paths_are_a_404(front: Front, path: str) -> None:  # C099
         ("POST", "/health", {"GET", "HEAD"}),
         ("POST", "/v1/models", {"GET", "HEAD"}),
         ("OPTIONS", "/v1/models", {"GET", "HEAD"}),
+        ("PUT", "/v1/files", {"GET", "HEAD", "POST"}),
+        ("POST", "/v1/files/x", {"GET", "HEAD", "DELETE"}),
     ],
 )
 def test_wrong_methods_are_told_the_right_ones(front: Front, method: str, path: str, allow: set[str]) -> None:  # C099
