@@ -127,7 +127,7 @@ class SchedulerOutput:
     released: list[int] = field(default_factory=list)
     # Sampled sequences whose tokens are limited, and for each a row of 32-bit words (little endian): bit i is token i.
     masked_seq_ids: list[int] = field(default_factory=list)
-    token_masks: bytes = b""
+    token_masks: bytes | bytearray = b""
     block_ops: BlockOps = field(default_factory=BlockOps)
 
     @property

@@ -297,10 +297,11 @@ class StructuredOutputs:
         self._has_result.wait(seconds)
         return True
 
-    def fill_masks(self, matchers: Sequence[Matcher]) -> bytes:
+    def fill_masks(self, matchers: Sequence[Matcher]) -> bytearray:
         """Masks as `step.SchedulerOutput.token_masks` has them, a row a matcher."""
         assert self._table is not None
-        masks = np.zeros((len(matchers), self._table.num_words), dtype=np.uint32)
+        buffer = bytearray(4 * len(matchers) * self._table.num_words)
+        masks = np.frombuffer(buffer, dtype=np.uint32).reshape(len(matchers), -1)
         bound = [(matcher, i) for i, matcher in enumerate(matchers) if not matcher.is_free]
         if len(bound) < _MIN_PARALLEL_ROWS or (os.cpu_count() or 1) < _MIN_CORES:
             for matcher, i in bound:
@@ -312,7 +313,7 @@ class StructuredOutputs:
             )
         for i, matcher in enumerate(matchers):
             matcher.finish(masks[i])
-        return masks.tobytes()
+        return buffer
 
     # -- compiling -----------------------------------------------------------------------------------------------------
 

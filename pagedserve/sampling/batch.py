@@ -75,10 +75,12 @@ class TokenMasks:
     masks: torch.Tensor  # int32 [num_masked, num_words]: bit t % 32 of word t // 32 is token t
 
     @classmethod
-    def unpack(cls, places: list[int], masks: bytes, device: torch.device) -> TokenMasks:
+    def unpack(cls, places: list[int], masks: bytes | bytearray, device: torch.device) -> TokenMasks:
         """From `step.SchedulerOutput.token_masks`, one row of words for each of `places`."""
-        words = torch.from_numpy(np.frombuffer(masks, dtype=np.int32).reshape(len(places), -1).copy())
-        return cls(torch.tensor(places, device=device), words.to(device))
+        words = np.frombuffer(masks, dtype=np.int32).reshape(len(places), -1)
+        if not words.flags.writeable:
+            words = words.copy()  # torch knows no tensors that cannot be written
+        return cls(torch.tensor(places, device=device), torch.from_numpy(words).to(device))
 
 
 class SamplingBatch:

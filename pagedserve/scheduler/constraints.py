@@ -38,7 +38,7 @@ class Constraint(Protocol):
 
 
 # Constraints to their masks, one after the other: rows of int32 words, bit i of a row being token i.
-FillMasks = Callable[[list[Constraint]], bytes]
+FillMasks = Callable[[list[Constraint]], bytes | bytearray]
 
 
 class _Everything:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pagedserve.sampling_params import StructuredOutput
-from tests.api.conftest import Front
+from tests.api.conftest import Front, FrontFactory
 from tests.helpers.streams import check_error
+from tests.helpers.tool_formats import template_with
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
@@ -89,3 +90,41 @@ def test_what_contradicts_itself_is_refused(
         error = check_error(response, 400, param=param)
         assert word in error["message"]
     assert front.chat().status_code == 200
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def asked(front: Front, **fields: Any) -> StructuredOutput:
+    response = front.chat(response_format=WRAPPED, **fields)
+    assert response.status_code == 200, response.text
+    output = front.engine.seen[-1]["params"].structured_output
+    assert isinstance(output, StructuredOutput)
+    assert (output.kind, output.value) == ("json_schema", StructuredOutput.json_schema(SCHEMA).value)
+    return output
+
+
+def test_the_schema_is_for_what_is_said_after_thoughts(make_front: FrontFactory) -> None:
+    opening = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    front = make_front(template=template_with("", opening))
+    assert asked(front).after_text == "</think>"
+    output = asked(front, chat_template_kwargs={"enable_thinking": False})
+    assert (output.after_text, output.thoughts) == (None, None)
+    # Where the model begins its thoughts itself, it may also do without.
+    front = make_front(template=template_with("<think>"))
+    output = asked(front)
+    assert (output.after_text, output.thoughts) == (None, ("<think>", "</think>"))
+    front = make_front(template=template_with("<|channel|>analysis"))
+    assert asked(front).after_text == "<|channel|>final<|message|>"
+
+
+def test_tools_that_may_be_called_stay_possible(make_front: FrontFactory) -> None:
+    front = make_front(template=template_with("<tool_call>"))
+    output = asked(front, tools=TOOLS)
+    assert output.alternative is not None
+    assert output.alternative.startswith("start:") and "<tool_call>" in output.alternative
+    assert asked(front, tools=TOOLS, tool_choice="none").alternative is None
+    # A call without a marker looks like the answer.
+    front = make_front(template=template_with("<|python_tag|>"), tool_call_parser="llama3_json")
+    error = check_error(front.chat(response_format=WRAPPED, tools=TOOLS), 400, param="response_format")
+    assert "tools" in error["message"]

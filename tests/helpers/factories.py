@@ -46,7 +46,9 @@ def make_scheduler(num_blocks: int = 64, num_host_blocks: int = 0, **options: An
     """A scheduler over blocks of 4 tokens, without a watermark; options are fields of its configs or arguments."""
     cache = {"block_size": 4, **{name: options.pop(name) for name in _CACHE_FIELDS if name in options}}
     arguments = {
-        name: options.pop(name) for name in ("max_model_len", "bytes_per_block", "clock", "windows") if name in options
+        name: options.pop(name)
+        for name in ("max_model_len", "bytes_per_block", "clock", "windows", "fill_masks")
+        if name in options
     }
     return Scheduler(
         SchedulerConfig(**{"watermark": 0.0, **options}),
