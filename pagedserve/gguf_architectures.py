@@ -80,6 +80,10 @@ def _qwen(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"hidden_act": "silu", "use_sliding_window": False}
 
 
+def _silu(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"hidden_act": "silu"}
+
+
 def _qwen3_moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_qwen(keys, config),
@@ -207,6 +211,27 @@ ARCHITECTURES = {
             block_names={**_SANDWICH_NORMS, **_ATTENTION, **_HEAD_NORMS, **_MLP},
             norm_offset=1.0,
             settings=_gemma3,
+        ),
+        Architecture(
+            name="smollm3",
+            hf_class="SmolLM3ForCausalLM",
+            model_type="smollm3",
+            block_names={**_PRE_NORMS, **_ATTENTION, **_MLP},
+            rotary_rows={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"},
+            settings=_silu,
+        ),
+        Architecture(
+            name="olmo2",
+            hf_class="Olmo2ForCausalLM",
+            model_type="olmo2",
+            block_names={
+                "post_attention_norm": "post_attention_layernorm",
+                "post_ffw_norm": "post_feedforward_layernorm",
+                **_ATTENTION,
+                **_HEAD_NORMS,
+                **_MLP,
+            },
+            settings=_silu,
         ),
         Architecture(
             name="phi3",

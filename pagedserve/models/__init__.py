@@ -26,6 +26,8 @@ ARCHITECTURES: Registry[Any] = Registry(
         "Gemma3ForCausalLM": "pagedserve.models.gemma:Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration": "pagedserve.models.gemma:Gemma3ForConditionalGeneration",
         "Phi3ForCausalLM": "pagedserve.models.phi3:Phi3ForCausalLM",
+        "SmolLM3ForCausalLM": "pagedserve.models.smollm3:SmolLM3ForCausalLM",
+        "Olmo2ForCausalLM": "pagedserve.models.olmo2:Olmo2ForCausalLM",
         "GraniteForCausalLM": "pagedserve.models.granite:GraniteForCausalLM",
         "OPTForCausalLM": "pagedserve.models.opt:OPTForCausalLM",
         "GPT2LMHeadModel": "pagedserve.models.gpt2:GPT2LMHeadModel",

@@ -103,7 +103,7 @@ class NormedAttention(SelfAttention):
         self, build: Builder, index: int, qkv: str | Sequence[str], output: str, *, q_norm: Norm, k_norm: Norm,
         rope: RopeConfig | None = None,
     ):  # fmt: skip
-        """The norms are of [head_dim]."""
+        """The norms' weights are [head_dim]."""
         super().__init__(build, index, qkv, output, rope=rope)
         self.q_norm, self.k_norm = q_norm, k_norm
 
@@ -112,6 +112,16 @@ class NormedAttention(SelfAttention):
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         self.q_norm.in_place(heads[:, : self.num_heads])
         self.k_norm.in_place(heads[:, self.num_heads : self.num_heads + self.num_kv_heads])
+        return qkv
+
+
+class WideNormAttention(NormedAttention):
+    """Query and key are normalised over all heads at once; the norms are of their whole widths."""
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(x)
+        self.q_norm.in_place(qkv[:, : self.q_size])
+        self.k_norm.in_place(qkv[:, self.q_size : self.q_size + self.num_kv_heads * self.head_dim])
         return qkv
 
 
@@ -211,6 +221,31 @@ class SandwichNormLayer(PreNormLayer):
         x = self.attention_out_norm.in_place(self.attention(x, positions, layer_cache, metadata))
         x = self.mlp_norm.add(x, residual)
         return self.mlp_out_norm.in_place(self.mlp(x))
+
+
+class OutputNormLayer:
+    """attention, norm, add; MLP, norm, add."""
+
+    __slots__ = ("attention", "attention_out_norm", "mlp", "mlp_out_norm")
+
+    def __init__(self, *, attention: SelfAttention, attention_out_norm: Norm, mlp: MLP, mlp_out_norm: Norm):
+        self.attention = attention
+        self.attention_out_norm = attention_out_norm
+        self.mlp = mlp
+        self.mlp_out_norm = mlp_out_norm
+
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        if x is not None:
+            ops.add(residual, x)
+        ops.add(residual, self.attention_out_norm.in_place(self.attention(residual, positions, layer_cache, metadata)))
+        return self.mlp_out_norm.in_place(self.mlp(residual))
 
 
 class ParallelLayer(PreNormLayer):

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from tests.helpers.gguf_files import interleave
 
+_INTERLEAVED = ("llama", "smollm3")  # the two rotary halves of each head alternate
 _EXPERT = re.compile(r"(.*)\.(\d+)\.(block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight")
 
 
@@ -32,9 +33,9 @@ def write_gguf(path: Path, name: str, folder: Path, *, quant: str = "F32") -> Pa
         next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == name), config["num_hidden_layers"]
     )
     for hf_name, value in _stacked(load_file(folder / "model.safetensors")):
-        if name == "llama" and "q_proj" in hf_name:
+        if name in _INTERLEAVED and "q_proj" in hf_name:
             value = interleave(value, config["num_attention_heads"])
-        if name == "llama" and "k_proj" in hf_name:
+        if name in _INTERLEAVED and "k_proj" in hf_name:
             value = interleave(value, config["num_key_value_heads"])
         if name.startswith("gemma") and hf_name.endswith("norm.weight"):
             value = value + 1

@@ -146,6 +146,20 @@ CASES: dict[str, Case] = {
     ),
     "phi3, short texts": Case("phi3", LONGROPE, max_model_len=128),
     "phi3, long texts": Case("phi3", {**LONGROPE, "original_max_position_embeddings": 32}),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    "smollm3 with windows": Case(
+        "smollm3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo2": Case("olmo2", {"attention_bias": True}),
+    "olmo2 as released": Case("olmo2"),
     "granite": Case(
         "granite",
         {
@@ -220,6 +234,8 @@ GGUF_CASES = {
     "qwen3moe": "qwen3_moe, released",
     "gemma2": "gemma2 as released",
     "gemma3": "gemma3 as released",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2 as released",
     "phi3": "phi3, long texts",
 }
 
@@ -275,6 +291,16 @@ def test_the_readme_lists_what_there_is() -> None:
     assert f"| {len(rows)} architectures natively" in text
     named = {kind for _, formats in rows for kind in re.findall(r"GGUF `(\w+)`", formats)}
     assert named == set(GGUF_CASES)
+
+
+@every_case
+def test_steps_are_captured_as_a_program(oracle: Oracle, request: pytest.FixtureRequest) -> None:
+    """No architecture does arithmetic that a step program cannot express, but for the routing of experts."""
+    if not native.available():
+        pytest.skip("steps are captured with the native CPU library, which is not built")
+    is_mixture = any(kind in request.node.callspec.params["oracle"] for kind in ("mixtral", "moe"))
+    with LLM(str(oracle.folder), num_device_blocks=64, num_threads=1, model_impl="native") as llm:
+        assert bool(llm.engine.client.core._executor._worker._runner.graph.op_names) is not is_mixture
 
 
 def test_every_gguf_architecture_has_a_case() -> None:
