@@ -4,7 +4,7 @@
 // codes of 64 / 16 bytes a column, an Acc the running integer sums of one group of at most 32 numbers, which are
 // exact. Codes are unsigned, activations within -127 .. 127: four at `a`, and for Nibbles the next four at `b`.
 // An activation has two such planes, 256 * high + low: the sums of the high one first, then `next_plane`, then those
-// of the low one. `offset` is added once to the total.
+// of the low one; kWide codes take it as one 16-bit number instead. `offset` is added once to the total.
 #pragma once
 
 #include "vec.h"
@@ -36,7 +36,8 @@ PS_INLINE __m512i broadcast4(const int8_t* p) {
 }
 
 struct Nibbles {
-  static constexpr int kDepth = 8;  // numbers of k a step holds
+  static constexpr int kDepth = 8;      // numbers of k a step holds
+  static constexpr bool kWide = false;  // whether activations come as 16-bit numbers, not as two planes
   struct Step {
     __m512i low, high;
   };
@@ -59,6 +60,7 @@ struct Nibbles {
 
 struct Bytes {
   static constexpr int kDepth = 4;
+  static constexpr bool kWide = false;
   struct Step {
     __m512i v;
   };
@@ -105,6 +107,7 @@ PS_INLINE __m256i broadcast4(const int8_t* p) {
 // within 16 bits: 16 * 15 * 127 = 30480.
 struct Nibbles {
   static constexpr int kDepth = 8;
+  static constexpr bool kWide = false;
   struct Step {
     __m256i low, high;
   };
@@ -135,30 +138,35 @@ struct Nibbles {
   }
 };
 
-// Whole bytes would overflow maddubs: each is split into nibbles that are summed apart.
+// Whole bytes would overflow maddubs: they are widened, and multiplied with whole 16-bit activations. A step's two
+// registers hold four columns each, of which a sum of four products takes two lanes until the end of the group.
 struct Bytes {
   static constexpr int kDepth = 4;
-  using Step = Nibbles::Step;
-  struct Acc {
-    __m256i low, high, carry;
+  static constexpr bool kWide = true;
+  struct Step {
+    __m256i first, second;
   };
-  PS_INLINE Step load(const uint8_t* p) { return Nibbles::load(p); }
-  PS_INLINE Acc start() { return {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  PS_INLINE __m256i pairs(const Acc& acc) {
-    const __m256i low = _mm256_madd_epi16(acc.low, _mm256_set1_epi16(1));
-    return _mm256_add_epi32(low, _mm256_madd_epi16(acc.high, _mm256_set1_epi16(16)));
+  struct Acc {
+    __m256i first, second;
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    const __m128i* columns = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtepu8_epi16(_mm_loadu_si128(columns)), _mm256_cvtepu8_epi16(_mm_loadu_si128(columns + 1))};
   }
-  PS_INLINE void next_plane(Acc* acc) {
-    acc->carry = _mm256_slli_epi32(pairs(*acc), 8);
-    acc->low = acc->high = _mm256_setzero_si256();
+  PS_INLINE Acc start() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  PS_INLINE void next_plane(Acc*) {}
+  PS_INLINE void add(__m256i* sum, __m256i x) {
+    *sum = _mm256_add_epi32(*sum, x);
+    asm("" : "+x"(*sum));  // as in Nibbles::add
   }
   PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
-    const __m256i x = broadcast4(a);
-    Nibbles::add(&acc->low, _mm256_maddubs_epi16(step.low, x));
-    Nibbles::add(&acc->high, _mm256_maddubs_epi16(step.high, x));
+    const __m256i x = _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(a)));
+    add(&acc->first, _mm256_madd_epi16(step.first, x));
+    add(&acc->second, _mm256_madd_epi16(step.second, x));
   }
   PS_INLINE IntVec total(const Acc& acc, int offset) {
-    return {_mm256_add_epi32(_mm256_add_epi32(acc.carry, pairs(acc)), _mm256_set1_epi32(offset))};
+    const __m256i columns = _mm256_hadd_epi32(acc.first, acc.second);  // 0 1 4 5 2 3 6 7
+    return {_mm256_add_epi32(_mm256_permute4x64_epi64(columns, 0xd8), _mm256_set1_epi32(offset))};
   }
 };
 
@@ -188,6 +196,7 @@ PS_INLINE int8x16_t broadcast4(const int8_t* p) {
 template <bool kShift>
 struct SignedBytes {
   static constexpr int kDepth = 4;
+  static constexpr bool kWide = false;
   struct Step {
     int8x16_t v;
   };
@@ -217,6 +226,7 @@ using LowBytes = SignedBytes<false>;
 
 struct Nibbles {
   static constexpr int kDepth = 8;
+  static constexpr bool kWide = false;
   struct Step {
     int8x16_t low, high;
   };
@@ -269,6 +279,7 @@ PS_INLINE Vec load_bf16_odd(const uint16_t* p) { return load_bf16_even(p + 1); }
 
 struct Bytes {
   static constexpr int kDepth = 4;
+  static constexpr bool kWide = false;
   struct Step {
     uint8_t v[16];
   };
@@ -297,6 +308,7 @@ struct Bytes {
 
 struct Nibbles {
   static constexpr int kDepth = 8;
+  static constexpr bool kWide = false;
   struct Step {
     Bytes::Step low, high;
   };

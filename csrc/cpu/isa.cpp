@@ -3,6 +3,12 @@
 #include <atomic>
 #include <cstring>
 
+#ifdef PS_HAVE_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "pagedserve.h"
 #include "status.h"
 
@@ -13,6 +19,7 @@ struct IsaEntry {
   Isa isa;
   const char* name;
   bool (*runs_here)();
+  bool has_amx = false;
 };
 
 [[maybe_unused]] bool always() { return true; }
@@ -29,8 +36,23 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vnni");
 }
 #endif
+#ifdef PS_HAVE_AMX
+// The tiles' registers are 8 KiB of state that Linux keeps for a process only when it asks.
+bool has_amx() {
+  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax, ebx, ecx, edx;
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kTile) == 0 || (edx & kInt8) == 0) return false;
+  static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_permitted;
+}
+#endif
 
 const IsaEntry kIsas[] = {  // best first
+#ifdef PS_HAVE_AMX
+    {Isa::kAvx512, "amx", has_amx, true},
+#endif
     PS_IF_AVX512({Isa::kAvx512, "avx512", has_avx512}, )
     PS_IF_AVX2({Isa::kAvx2, "avx2", has_avx2}, )
     PS_IF_NEON({Isa::kNeon, "neon", always}, )
@@ -47,6 +69,8 @@ const IsaEntry& best_isa() {
 std::atomic<const IsaEntry*> g_isa{&best_isa()};
 
 }  // namespace
+
+bool uses_amx() { return g_isa.load(std::memory_order_relaxed)->has_amx; }
 
 Isa current_isa() { return g_isa.load(std::memory_order_relaxed)->isa; }
 

@@ -6,6 +6,8 @@ namespace ps {
 enum class Isa { kScalar, kAvx2, kAvx512, kNeon };
 
 Isa current_isa();
+// Whether AMX tiles may be used beside the AVX-512 kernels.
+bool uses_amx();
 
 }  // namespace ps
 

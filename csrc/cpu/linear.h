@@ -19,6 +19,13 @@ struct LinearArgs {
   const float* bias;      // may be null
   const float* residual;  // may be null, may be out
   int64_t residual_stride;
+
+  void skip_rows(int64_t count) {
+    out += count * out_stride;
+    x += count * x_stride;
+    if (residual != nullptr) residual += count * residual_stride;
+    num_rows -= count;
+  }
 };
 
 // A quant type of GGUF files: blocks of block_len numbers in block_bytes bytes; they fit `format` without loss.

@@ -30,7 +30,7 @@ static constexpr int64_t kPrefetchBytes = 1024;
 // Activations lie tile by tile, within a tile [k][row] (codes: [group][plane][k / 4][row][4]), so that a kernel walks
 // one pointer.
 struct Call {
-  const LinearArgs& args;
+  LinearArgs args;
   const uint8_t* data;
   int64_t panel_bytes;
   int64_t last_panel;
@@ -165,6 +165,8 @@ struct IntTile {
   static void run(const Call& call, int64_t row, int64_t column) {
     constexpr int kSteps = kGroup / Codes::kDepth;
     constexpr int kMeta = 1 + kHalves;
+    constexpr int kPasses = Codes::kWide ? 1 : kPlanes;  // through the codes of a group
+    constexpr int kCodeBytes = kPlanes / kPasses;
     const int64_t depth = call.args.weight.in_features;
     const int64_t num_groups = depth / kGroup;
     const int8_t* a = call.codes + row * depth * kPlanes;
@@ -191,7 +193,7 @@ struct IntTile {
           for (int v = 0; v < NV; ++v) acc[i][v] = Codes::start();
         }
         PS_UNROLL
-        for (int plane = 0; plane < kPlanes; ++plane) {
+        for (int plane = 0; plane < kPasses; ++plane) {
           PS_UNROLL
           for (int s = half * kSteps / kHalves; s < (half + 1) * kSteps / kHalves; ++s) {
             typename Codes::Step step[NV];
@@ -202,12 +204,12 @@ struct IntTile {
             }
             PS_UNROLL
             for (int i = 0; i < MR; ++i) {
-              const int8_t* x = a + plane * kGroup * MR + (s * Codes::kDepth * MR + i * 4);
+              const int8_t* x = a + plane * kGroup * MR + (s * Codes::kDepth * MR + i * 4) * kCodeBytes;
               PS_UNROLL
               for (int v = 0; v < NV; ++v) Codes::dot(&acc[i][v], step[v], x, x + 4 * MR);
             }
           }
-          if (plane + 1 == kPlanes) break;
+          if (plane + 1 == kPasses) break;
           PS_UNROLL
           for (int i = 0; i < MR; ++i) {
             PS_UNROLL
@@ -245,11 +247,13 @@ struct IntTile {
 // for each half (or whole) what the kernel adds for the sum of codes: with a min the sum times the scale, else the
 // integer -zero * sum. A group that holds inf or NaN gets the scale NaN.
 //
-// The row is one of a tile of `height`.
-void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int64_t height, int8_t* codes,
-                  float* meta) {
+// Codes are written kPiece at a time, code_stride apart, the meta words of a group word_stride and of the next one
+// group_stride. kWide: as 16-bit numbers, kPiece of them at a time.
+template <int kPiece, bool kWide = false>
+void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int64_t code_stride, int8_t* codes,
+                  int64_t word_stride, int64_t group_stride, float* meta) {
   const int halves = format.scales_per_group;
-  for (int64_t k = 0; k < depth; k += kGroup, x += kGroup, meta += height * (1 + halves)) {
+  for (int64_t k = 0; k < depth; k += kGroup, x += kGroup, meta += group_stride) {
     const uint32_t bits = largest_bits(x);
     const float limit = float_of(bits);
     alignas(32) int8_t planes[kPlanes][kGroup] = {};
@@ -261,14 +265,19 @@ void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int
       scale = limit / kLargestCode;
       round_to_codes(x, kLargestCode / limit, planes[0], planes[1], sums);
     }
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      for (int i = 0; i < kGroup; i += 4, codes += height * 4) std::memcpy(codes, planes[plane] + i, 4);
+    if (kWide) {
+      int16_t wide[kGroup];
+      for (int i = 0; i < kGroup; ++i) wide[i] = static_cast<int16_t>(256 * planes[0][i] + planes[1][i]);
+      for (int i = 0; i < kGroup; i += kPiece, codes += code_stride) std::memcpy(codes, wide + i, kPiece * 2);
+    }
+    for (int plane = 0; plane < (kWide ? 0 : kPlanes); ++plane) {
+      for (int i = 0; i < kGroup; i += kPiece, codes += code_stride) std::memcpy(codes, planes[plane] + i, kPiece);
     }
     if (halves == 1) sums[0] += sums[1];
     meta[0] = scale;
     for (int half = 0; half < halves; ++half) {
-      meta[1 + half] = format.has_min ? scale * static_cast<float>(sums[half])
-                                      : float_of(static_cast<uint32_t>(-format.zero * sums[half]));
+      meta[(1 + half) * word_stride] = format.has_min ? scale * static_cast<float>(sums[half])
+                                                      : float_of(static_cast<uint32_t>(-format.zero * sums[half]));
     }
   }
 }
@@ -353,7 +362,9 @@ bool prepare_float(Call* call, int max_height) {
   return true;
 }
 
+template <bool kWide>
 bool prepare_int(Call* call, int max_height) {
+  constexpr int kPieceBytes = kWide ? 8 : 4;
   const LinearArgs& args = call->args;
   const LinearFormat& format = kLinearFormats[args.weight.format];
   const int64_t depth = args.weight.in_features;
@@ -367,12 +378,24 @@ bool prepare_int(Call* call, int max_height) {
   call->meta = meta;
   prepare_tiles(call, max_height, [&](int64_t row, int64_t height) {
     for (int64_t i = 0; i < height; ++i) {
-      quantize_row(args.x + (row + i) * args.x_stride, depth, format, height, codes + row * depth * kPlanes + i * 4,
-                   meta + row * words + i * (1 + format.scales_per_group));
+      const int64_t group_words = 1 + format.scales_per_group;
+      quantize_row<4, kWide>(args.x + (row + i) * args.x_stride, depth, format, height * kPieceBytes,
+                             codes + row * depth * kPlanes + i * kPieceBytes, 1, height * group_words,
+                             meta + row * words + i * group_words);
     }
   });
   return true;
 }
+
+}  // namespace
+}  // namespace PS_ISA
+}  // namespace ps
+
+#include "linear_amx.h"
+
+namespace ps {
+namespace PS_ISA {
+namespace {
 
 // The tile shapes that keep sums, weights and activations in registers. A few rows take more columns at once:
 // the additions of one column wait for each other.
@@ -381,7 +404,7 @@ static constexpr int kRows = 12, kVecs = 2, kFewRows = 4, kManyVecs = 4;
 static constexpr int kIntRows = 6, kByteRows = 6, kIntVecs = 2;
 #elif defined(PS_ISA_AVX2)
 static constexpr int kRows = 6, kVecs = 2, kFewRows = 2, kManyVecs = 4;
-static constexpr int kIntRows = 4, kByteRows = 3, kIntVecs = 1;
+static constexpr int kIntRows = 4, kByteRows = 4, kIntVecs = 1;
 #else
 static constexpr int kRows = 4, kVecs = 2, kFewRows = 1, kManyVecs = 4;
 static constexpr int kIntRows = 4, kByteRows = 4, kIntVecs = 1;
@@ -401,8 +424,18 @@ bool run_float(Call* call) {
 
 template <class Codes, class Scale, bool kHasMin, int kHalves>
 bool run_int(Call* call) {
+#ifdef PS_HAVE_AMX
+  if constexpr (kHalves == 1) {
+    if (uses_amx()) {
+      const int64_t done = run_amx<Codes, Scale, kHasMin>(*call);
+      if (done < 0) return false;
+      call->args.skip_rows(done);
+      if (call->args.num_rows == 0) return true;
+    }
+  }
+#endif
   constexpr int kHeight = Codes::kDepth == Nibbles::kDepth ? kIntRows : kByteRows;
-  if (!prepare_int(call, kHeight)) return false;
+  if (!prepare_int<Codes::kWide>(call, kHeight)) return false;
   run_tiles<IntTile<Codes, Scale, kHasMin, kHalves>, kHeight, kIntVecs>(*call);
   return true;
 }

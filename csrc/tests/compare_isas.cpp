@@ -120,11 +120,11 @@ Floats attention() {
   return out;
 }
 
-// Products of one row and of seven, then a row read back. Formats that only files fill take kGgmlType blocks of
+// Products of one row and of kRows, then a row read back. Formats that only files fill take kGgmlType blocks of
 // kBlockBytes whose fp16 scales lie at kScaleAt and, if not equal, at kMinAt.
 template <int kFormat, int kGgmlType = -1, int kBlockBytes = 0, int kScaleAt = 0, int kMinAt = 0>
 Floats linear() {
-  constexpr int64_t kOut = 37, kIn = 256, kRows = 7;
+  constexpr int64_t kOut = 37, kIn = 256, kRows = 23;  // more than a tile of AMX
   const int64_t bytes = ps_linear_packed_bytes(kFormat, kOut, kIn);
   std::vector<uint8_t> storage(bytes + 64);
   uint8_t* data = storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) % 64;
@@ -145,7 +145,7 @@ Floats linear() {
     check(ps_linear_pack_ggml(&weight, 0, kOut, blocks.data(), kBlockBytes, kGgmlType));
   }
   const Floats x = numbers(kRows * kIn, 12), bias = numbers(kOut, 13), residual = numbers(kRows * kOut, 14);
-  Floats out(8 * kOut, NAN), row(kIn, NAN);
+  Floats out((kRows + 1) * kOut, NAN), row(kIn, NAN);
   check(ps_linear(out.data(), kOut, x.data(), kIn, kRows, &weight, bias.data(), residual.data(), kOut));
   check(ps_linear(out.data() + kRows * kOut, kOut, x.data(), kIn, 1, &weight, nullptr, nullptr, 0));
   const int64_t last = kOut - 1;

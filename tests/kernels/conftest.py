@@ -8,7 +8,7 @@ import pytest
 from pagedserve.kernels import native
 
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
-ISAS = ("scalar", "neon") if IS_ARM else ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "neon") if IS_ARM else ("scalar", "avx2", "avx512", "amx")
 
 
 @pytest.fixture(params=ISAS)
