@@ -73,4 +73,6 @@ def _normalized(params: PoolingParams) -> PoolingParams:
 def _cosines(first: list[bytes], second: list[bytes]) -> list[float]:
     """Of vectors of length 1: one against all, or pairs."""
     left, right = (np.frombuffer(b"".join(part), "<f4").reshape(len(part), -1) for part in (first, second))
-    return np.einsum("ij,ij->i", np.broadcast_to(left, right.shape).astype(float), right.astype(float)).tolist()
+    products = np.einsum("ij,ij->i", np.broadcast_to(left, right.shape).astype(float), right.astype(float))
+    # Lengths are 1 but for the rounding to fp32.
+    return np.clip(products, -1.0, 1.0).tolist()
