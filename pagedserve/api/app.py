@@ -63,6 +63,7 @@ def _routes(state: ApiState, middleware: list[Middleware]) -> FastAPI:
         middleware=middleware,
     )
     app.state.api = state
+    app.state.routes = [route for router in ROUTERS for route in router.routes]
     for router in ROUTERS:
         app.include_router(router)
     errors.install(app)

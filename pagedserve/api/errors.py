@@ -179,12 +179,11 @@ def install(app: FastAPI) -> None:
 
 def _method_not_allowed(request: Request, error: HTTPException) -> Response:
     # Starlette's own header has the methods of one route, and a path may have several.
-    scope = {**request.scope, "path_params": {}}
-    routes = [route for route in request.app.routes if route.matches(scope)[0] is not Match.NONE]
-    methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
+    routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = set((error.headers or {}).get("Allow", "").split(", ")).union(*(route.methods for route in routes))
     if "GET" in methods:
         methods.add("HEAD")
-    allow = ", ".join(sorted(methods)) or (error.headers or {}).get("Allow", "")
+    allow = ", ".join(sorted(filter(None, methods)))
     message = f"{request.url.path} does not answer {request.method}; it answers {allow}"
     return ErrorReply(405, message, headers=(("Allow", allow),)).response(request.url.path)
 
