@@ -78,7 +78,11 @@ class ChatTemplate:
     @property
     def supports_tools(self) -> bool:
         """True where some template puts tools into the prompt."""
-        return any(compiled.reads_tools for compiled in self._compiled.values())
+        return self.reads("tools")
+
+    def reads(self, name: str) -> bool:
+        """True where a variable of that name can make a difference to some template."""
+        return any(name in compiled.read_names for compiled in self._compiled.values())
 
     def render(
         self,
@@ -139,7 +143,7 @@ class ChatTemplate:
                 else "the model has no chat template: use /v1/completions, or start the server with --chat-template"
             )
         compiled = self._compiled[name]
-        if tools and not compiled.reads_tools:
+        if tools and "tools" not in compiled.read_names:
             raise RequestError("the model's chat template does not know tools", param="tools")
         return compiled
 

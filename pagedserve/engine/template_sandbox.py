@@ -204,7 +204,7 @@ class CompiledTemplate:
         tree = environment.parse(source)
         self._template = environment.from_string(source)
         # Not `find_undeclared_variables`: a template may give `tools` a default of its own.
-        self.reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
+        self.read_names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
         self.content_format = _content_format(tree)
         self.knows_developer = "developer" in source
         self.wants_text_arguments = _wants_text_arguments(tree)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pagedserve.api import body
+from pagedserve.engine.chat_template import ChatTemplate
 from tests.api.conftest import Front, FrontFactory
 from tests.helpers.streams import check_error
 
@@ -340,3 +341,19 @@ def test_template_variables_that_are_reserved(front: Front, kwargs: object) -> N
     check_error(front.chat(chat_template_kwargs=kwargs), 400, param="chat_template_kwargs")
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": kwargs}
     check_error(front.client.post("/tokenize", json=body), 400, param="chat_template_kwargs")
+
+
+def test_variables_that_the_template_does_not_read_are_named(front: Front) -> None:
+    response = front.chat(reasoning_effort="high", chat_template_kwargs={"mood": "bright"})
+    assert response.status_code == 200
+    assert response.headers["x-pagedserve-warning"].endswith(": chat_template_kwargs.mood, reasoning_effort")
+
+
+def test_variables_that_the_template_reads_are_not(make_front: FrontFactory) -> None:
+    front = make_front()
+    front.engine.chat_template = ChatTemplate(
+        {"default": "{{ reasoning_effort }}{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"}
+    )
+    for effort in ("high", "none"):
+        response = front.chat(reasoning_effort=effort, chat_template_kwargs={"enable_thinking": True})
+        assert response.status_code == 200 and "x-pagedserve-warning" not in response.headers

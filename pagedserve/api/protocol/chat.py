@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -68,6 +69,14 @@ class ChatTemplateFields(BaseModel):
             "chat_template_kwargs": variables,
             "tools": self.tool_use().shown,
         }
+
+    def unread_variables(self, reads: Callable[[str], bool]) -> list[str]:
+        """Fields that are variables of the chat template, and that it does not read."""
+        unread = [f"chat_template_kwargs.{name}" for name in self.chat_template_kwargs or {} if not reads(name)]
+        effort = self.reasoning_effort
+        if effort is not None and not (reads("reasoning_effort") or (effort == "none" and reads("enable_thinking"))):
+            unread.append("reasoning_effort")
+        return unread
 
     def unknown_message_keys(self) -> list[str]:
         """Keys of messages that nothing here knows, such as `messages.0.mood`; a template may still read them."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from pagedserve.api.call import GenerationCall, open_call
+from pagedserve.api.call import GenerationCall, call_for, read_body
 from pagedserve.api.chat_message import delta_of, message_of
 from pagedserve.api.generation import outputs, prepared_prompt
 from pagedserve.api.openapi import documented
@@ -24,6 +24,7 @@ from pagedserve.api.protocol.chat import (
     ChatMessage,
 )
 from pagedserve.api.protocol.common import Usage
+from pagedserve.api.state import ApiState
 from pagedserve.api.token_texts import TokenTexts
 from pagedserve.errors import RequestError
 from pagedserve.outputs import CompletionOutput, RequestOutput
@@ -39,8 +40,12 @@ router = APIRouter(tags=["generation"])
 @router.post("/v1/chat/completions", **documented(ChatCompletionRequest, ChatCompletionResponse, stream=True))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    call = await open_call(request, ChatCompletionRequest, "chatcmpl-")
-    answer = ChatAnswer(call, call.state.ready_engine())
+    state: ApiState = request.app.state.api
+    body, ignored = await read_body(state, request, ChatCompletionRequest)
+    engine = state.ready_engine()
+    ignored += body.unread_variables(engine.chat_template.reads)
+    call = call_for(request, body, ignored, "chatcmpl-")
+    answer = ChatAnswer(call, engine)
     return await (call.stream(answer.events()) if call.body.stream else call.answer(answer.whole()))
 
 
