@@ -169,13 +169,13 @@ class Scheduler:
         output = SchedulerOutput(step_id=stats.num_steps)
         if self._deadlines:
             self._expire()
+        gave_way = self._make_idle_yield()
         if self._groups.parking:
             self._preemption.unpark()
         num_preemptions = stats.num_preemptions
-        self._make_idle_yield()
         left = self._serve(output, self._groups.running, self._max_num_batched_tokens, self._groups.num_live)
         # Whoever gave way in this step does not come back in it, and siblings come before strangers.
-        if left and num_preemptions == stats.num_preemptions and not self._groups.parking:
+        if left and not gave_way and num_preemptions == stats.num_preemptions and not self._groups.parking:
             left = self._admit(output, left)
         if self._groups.unforked:
             self._fork_children(output)
@@ -233,20 +233,25 @@ class Scheduler:
                 return False
         return True
 
-    def _make_idle_yield(self) -> None:
+    def _make_idle_yield(self) -> bool:
         """Idle groups give way to those that wait and are not idle, until all have a seat and the first its blocks.
 
-        Whoever waits enters in the next step.
+        Whoever waits enters in the next step if this is True, and in this one where those that gave way held nothing
+        (all their sequences being parked).
         """
         groups = self._groups
+        gave_way = False
         while groups.running and groups.running[-1].is_idle:
             num_urgent = groups.waiting.num_urgent + groups.preempted.num_urgent
             queue = self._next_queue()
             if not num_urgent or queue is None or (head := queue.peek()) is None:
-                return
-            if num_urgent <= self._max_num_seqs - groups.num_seats and self._can_enter(head):
-                return
+                break
+            has_seats = num_urgent <= self._max_num_seqs - groups.num_seats
+            if has_seats and not groups.parking and self._can_enter(head):
+                break
+            gave_way |= bool(groups.running[-1].live)
             self._preemption.preempt(groups.running[-1])
+        return gave_way
 
     # -- admission and return ------------------------------------------------------------------------------------------
 

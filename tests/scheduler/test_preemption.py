@@ -178,6 +178,23 @@ def test_a_preempted_request_returns_before_younger_ones_of_its_class() -> None:
     assert place[preempted][1] < place[younger.request_id][0]
 
 
+def test_an_idle_request_that_holds_nothing_costs_no_empty_step() -> None:
+    # Its samples run one after another, and between two of them it holds no block that could be given.
+    driver = make_driver(4, block_size=1)
+    idle = make_request([1, 0], max_tokens=18, priority=IDLE_PRIORITY, n=3, temperature=1.0)
+    driver.add(idle)
+    [group] = driver.scheduler._groups.by_id.values()
+    while group.live or not group.parked:
+        driver.step()
+    other = make_request(2, max_tokens=2)
+    driver.add(other)
+    output = driver.step()
+    assert other.request_id == driver.scheduler._groups.running[0].request_id and output.num_tokens == 2
+    driver.run()
+    assert_right(driver, other)
+    driver.assert_idle()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_idle_requests_give_way_to_whoever_comes(mode: str, policy: str) -> None:
