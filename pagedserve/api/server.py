@@ -156,6 +156,9 @@ class _Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self._config.data_dir is not None:
+            # First: a folder that is in use is known in no time. Lines wait until there is an engine.
+            await self._state.batches.start()
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]), name="http")
         start = asyncio.create_task(self._start_engine(), name="engine-start")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -163,8 +166,6 @@ class _Service:
             await asyncio.wait((start, stop, http), return_when=asyncio.FIRST_COMPLETED)
             if start.done():
                 self._state.engine = start.result()
-                if self._config.data_dir is not None:
-                    await self._state.batches.start()
                 self._greet(self._state.engine)
                 await asyncio.wait((stop, http), return_when=asyncio.FIRST_COMPLETED)
                 await self._drain()

@@ -59,9 +59,9 @@ class InFlight:
         finally:
             self._running.discard(running)
 
-    def has(self, request_id: str) -> bool:
-        """Whether a request of that id is being answered."""
-        return any(running.request_id == request_id for running in self._running)
+    def request_ids(self) -> set[str | None]:
+        """Ids of the requests that are being answered."""
+        return {running.request_id for running in self._running}
 
     def abort(self, error: PagedServeError, request_id: str | None = None) -> bool:
         """End all of them, or those of that id; each client is told `error`. False where there was none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,25 @@ def test_a_stopped_server_goes_on_without_repeating(make_front: FrontFactory, tm
     batch = wait(client, batch.id)
     assert batch.request_counts.completed == 6
     assert [e["custom_id"] for e in lines_of(client, batch.output_file_id)] == [f"r{i}" for i in range(6)]
+
+
+def test_an_input_that_has_expired_is_kept_for_its_batch(make_front: FrontFactory, tmp_path: Path) -> None:
+    front = make_front(data_dir=str(tmp_path))
+    client = client_of(front)
+    batch = create(client, [line("a", prompt="hang 0"), line("b")])
+    wait(client, batch.id, lambda b: b.request_counts.completed == 1)
+    front.stop_batches()
+    with sqlite3.connect(tmp_path / "state.sqlite3") as database:
+        database.execute("update files set expires_at = 1")
+        database.execute("update files set document = json_set(document, '$.expires_at', 1)")
+    database.close()
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(batch.input_file_id)
+    client.batches.cancel(batch.id)
+    batch = wait(client, batch.id)
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 1)
+    front.stop_batches()
+    assert batch.input_file_id not in {file.id for file in client.files.list()}
 
 
 def test_batches_of_models_that_are_not_served_wait(make_front: FrontFactory, tmp_path: Path) -> None:

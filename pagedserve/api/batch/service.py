@@ -156,7 +156,7 @@ class BatchService:
     async def _advance(self, store: BatchStore, batch: Batch) -> None:
         """Take a batch to its end."""
         self._halt.clear()
-        path = await asyncio.to_thread(store.path, batch.input_file_id)
+        path = store.input_path(batch)
         if batch.status == "validating":
             batch = await self._validate(store, batch, path)
         if batch.status == "in_progress":

@@ -105,6 +105,10 @@ class BatchStore:
         """Where a file's content is; NotFoundError as for `file`."""
         return self._files / self.file(file_id).id
 
+    def input_path(self, batch: Batch) -> Path:
+        """Where a batch's input is, also when it has outlived its time: then it is kept for the batch."""
+        return self._files / batch.input_file_id
+
     def files(self, *, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[FileObject]:
         """At most `limit` files behind `after`."""
         self.remove_expired_files()

@@ -10,7 +10,6 @@ from pagedserve.api.call import json_response, read_body, warning_headers
 from pagedserve.api.errors import AbortedByClientError
 from pagedserve.api.openapi import documented
 from pagedserve.api.protocol.requests import AbortRequest, AbortResponse, Load, RequestList, RequestRecord
-from pagedserve.api.request_log import Entry
 from pagedserve.api.routes.files import page_size
 from pagedserve.api.state import ApiState
 from pagedserve.errors import NotFoundError
@@ -26,7 +25,8 @@ async def list_requests(request: Request, limit: str | None = None) -> Response:
     """Recent requests for generated text, newest first."""
     state: ApiState = request.app.state.api
     count = page_size(limit, default=DEFAULT_PAGE, most=MAX_PAGE)
-    page = [_record(state, entry) for entry in islice(state.requests, count)]
+    live = state.in_flight.request_ids()
+    page = [entry.record(is_live=entry.request_id in live) for entry in islice(state.requests, count)]
     return json_response(RequestList(page, len(state.requests) > count))
 
 
@@ -40,7 +40,7 @@ async def retrieve_request(request: Request, request_id: str) -> Response:
             f"there is no recent request {request_id[:100]!a}; the id is that of the header X-Request-Id",
             param="request_id",
         )
-    return json_response(_record(state, entry))
+    return json_response(entry.record(is_live=request_id in state.in_flight.request_ids()))
 
 
 @router.post("/abort_requests", **documented(AbortRequest, AbortResponse))
@@ -64,7 +64,3 @@ async def load(request: Request) -> Response:
     return json_response(
         Load(len(state.in_flight), stats.num_running, stats.num_waiting, stats.num_swapped, stats.kv_cache_usage)
     )
-
-
-def _record(state: ApiState, entry: Entry) -> RequestRecord:
-    return entry.record(is_live=state.in_flight.has(entry.request_id))
