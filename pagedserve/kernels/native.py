@@ -22,6 +22,7 @@ import torch
 import pagedserve
 from pagedserve import envs
 from pagedserve.errors import ConfigError
+from pagedserve.kernels import huge_pages
 from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
@@ -291,9 +292,7 @@ class PackedMatrix:
         self.out_features = out_features
         self.in_features = in_features
         if data is None:
-            # From numpy: zero pages that nothing has touched yet, where torch would write them with all its threads.
-            pages = np.zeros(num_bytes + 63, dtype=np.uint8)
-            data = torch.from_numpy(pages)[-pages.ctypes.data % 64 :][:num_bytes]
+            data = huge_pages.take(num_bytes)
         elif data.dtype is not torch.uint8 or data.shape != (num_bytes,) or data.data_ptr() % 64:
             raise ValueError(f"{fmt} {out_features} x {in_features} takes {num_bytes} bytes, aligned to 64")
         self.data = data

@@ -1,10 +1,12 @@
-"""Packed weights kept on disk, so that a second start maps them instead of packing them again.
+"""Packed weights kept on disk, so that a second start reads or maps them instead of packing them again.
 
 One file a model and weight format, `~/.cache/pagedserve/packed/<key>`: a head (magic, length, SHA-256 of the index, the
 index as JSON), then each matrix as it lies in memory, page-aligned. The layout is that of every instruction set, so the
 file outlives a change of CPU. The key names the model's files by path, size and time.
 
-Mapped pages are the page cache's: processes that serve one model share them, and under pressure the system drops them.
+Small models are copied into huge pages, which a decode step reads faster than mapped ones. Large ones stay mapped, for
+nothing of them should be held twice: mapped pages are the page cache's, processes that serve one model share them, and
+under pressure the system drops them.
 Files appear whole or not at all, so starts at once do not disturb each other; one that is cut short or damaged is
 noticed by its sums and made again; a folder that cannot be written to only costs the time of packing.
 """
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 
 from pagedserve import envs
-from pagedserve.kernels import native
+from pagedserve.kernels import huge_pages, native
 from pagedserve.log import get_logger
 from pagedserve.quantization.method import LinearWeight, RoundingError
 from pagedserve.quantization.packed import PackedWeight, StackedWeight
@@ -39,6 +41,8 @@ logger = get_logger(__name__)
 LAYOUT_VERSION = 1
 # Smaller models are packed faster than they are looked up.
 MIN_BYTES = 16 << 20
+# Larger models stay mapped.
+MAX_COPIED_BYTES = 1 << 30
 _MAGIC = b"PSPACK01"
 _HEAD = struct.Struct("<8sQ32s")  # magic, bytes of the index, its SHA-256
 _PAGE = 4096
@@ -77,11 +81,11 @@ class PackedCache:
         return cls(envs.cache_dir() / "packed", hashlib.sha256(about.encode()).hexdigest()[:32], limit)
 
     def get(self, name: str, shape: tuple[int, int]) -> LinearWeight | None:
-        """The weight [out_features, in_features] that was added under this name, mapped; None if there is none."""
+        """The weight [out_features, in_features] that was added under this name; None if there is none."""
         entry = self._entries.get(name)
         if entry is not None and self._map is not None:
             try:
-                weight = _mapped(self._map, entry)
+                weight = _weight(self._map, entry, copy=len(self._map) <= MAX_COPIED_BYTES)
                 if (weight.out_features, weight.in_features) == shape:
                     self._weights[name] = weight
                     return weight
@@ -99,7 +103,7 @@ class PackedCache:
         """Writes the file anew if something was missing in it. What goes wrong is logged, never raised."""
         if self._is_complete:
             if self._map is not None:
-                logger.info("packed weights mapped from %s", self.path)
+                logger.info("packed weights taken from %s", self.path)
             return
         num_bytes = sum(weight.nbytes for weight in self._weights.values())
         if num_bytes < MIN_BYTES:
@@ -183,7 +187,7 @@ def _read(path: Path) -> tuple[mmap.mmap, dict[str, Any]]:
     return mapped, found["entries"]
 
 
-def _mapped(mapped: mmap.mmap, entry: list[dict[str, Any]]) -> PackedWeight | StackedWeight:
+def _weight(mapped: mmap.mmap, entry: list[dict[str, Any]], *, copy: bool) -> PackedWeight | StackedWeight:
     parts = []
     for part in entry:
         rows, columns = part["shape"]
@@ -191,6 +195,8 @@ def _mapped(mapped: mmap.mmap, entry: list[dict[str, Any]]) -> PackedWeight | St
         data = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=part["offset"])
         if _checksum(data.numpy()) != part["sum"]:
             raise ValueError("the sums of its weights do not match")
+        if copy:
+            data = huge_pages.take(num_bytes).copy_(data)
         error = None if part["error"] is None else RoundingError(*part["error"])
         parts.append(PackedWeight(native.PackedMatrix(part["format"], rows, columns, data=data), error))
     return parts[0] if len(parts) == 1 else StackedWeight(parts)
