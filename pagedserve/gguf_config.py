@@ -68,7 +68,7 @@ def hf_config(
         "model_type": architecture.model_type,
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("feed_forward_length", 0) or keys.integer("expert_feed_forward_length"),
+        "intermediate_size": keys.integer("feed_forward_length"),
         "num_hidden_layers": keys.integer("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads),
