@@ -176,8 +176,9 @@ def test_a_cached_prefix_changes_nothing(model: Path, prompts: list[list[int]], 
     assert [output.outputs[0].token_ids for output in continued] == [answer[10:] for answer in expected]
     assert all(output.num_cached_tokens == 0 for output in cold)
     for output in (*warm, *continued):
-        assert output.num_cached_tokens % 16 == 0
-        assert output.num_cached_tokens < len(output.prompt_token_ids)
+        # All but the last token, and but for less than an eighth of a block.
+        num_full, rest = divmod(len(output.prompt_token_ids) - 1, 16)
+        assert output.num_cached_tokens == num_full * 16 + (rest if rest >= 2 else 0)
     assert sum(output.num_cached_tokens for output in warm) >= 16 + 32 + 64
 
 

@@ -65,7 +65,7 @@ def test_what_was_only_prepared_costs_nothing(engine: LLMEngine) -> None:
 
 def test_the_prefix_cache_can_be_forgotten(engine: LLMEngine) -> None:
     prompt = [5 + i for i in range(40)]
-    for expected in (0, 32):
+    for expected in (0, 39):
         engine.add_request(prompt, GREEDY)
         assert run(engine)[-1].num_cached_tokens == expected
     assert engine.reset_prefix_cache()
@@ -75,7 +75,7 @@ def test_the_prefix_cache_can_be_forgotten(engine: LLMEngine) -> None:
 
 def test_a_salt_keeps_prefixes_apart(engine: LLMEngine) -> None:
     prompt = [5 + i for i in range(40)]
-    for salt, expected in ((None, 0), ("a", 0), ("b", 0), ("a", 32)):
+    for salt, expected in ((None, 0), ("a", 0), ("b", 0), ("a", 39)):
         engine.add_request(prompt, GREEDY, cache_salt=salt)
         assert run(engine)[-1].num_cached_tokens == expected
 
