@@ -13,15 +13,18 @@
 
 #ifdef __linux__
 #include <sched.h>
+#include <sys/resource.h>
 #endif
 
 namespace ps {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 // A step is a chain of calls microseconds apart: workers stay awake that long, and no longer, because the
 // API process needs the same cores.
-constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr int kPausesPerYield = 32;
+constexpr auto kSpin = std::chrono::microseconds(20);
+constexpr int kPausesPerLook = 32;
 constexpr int kMaxUnwokenRegions = 32;
 
 inline void cpu_pause() {
@@ -32,20 +35,106 @@ inline void cpu_pause() {
 #endif
 }
 
-// Spins until ready() or the time is over; says which. It yields on the way: the thread waited for may be queued
-// behind this one on the same CPU.
+// Spins until ready() or the time is over; says which. It does not yield on the way: that would hand a whole slice of
+// the CPU to whatever else runs there, for a wait of microseconds.
 template <class Ready>
 bool spin_until(const Ready& ready) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  const auto deadline = Clock::now() + kSpin;
   do {
-    for (int i = 0; i < kPausesPerYield; ++i) {
+    for (int i = 0; i < kPausesPerLook; ++i) {
       if (ready()) return true;
       cpu_pause();
     }
-    std::this_thread::yield();
-  } while (std::chrono::steady_clock::now() < deadline);
+  } while (Clock::now() < deadline);
   return ready();
 }
+
+// Keeps a worker off the CPU that the caller runs on. Where another process keeps the other CPUs busy, the system wakes
+// a worker on the caller's own: the two would take turns, and the other process would have a CPU for itself.
+class CpuOfCaller {
+ public:
+#ifdef __linux__
+  CpuOfCaller() { known_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0 && CPU_COUNT(&allowed_) > 1; }
+
+  // By the caller.
+  void note() {
+    const int cpu = sched_getcpu();
+    if (cpu != cpu_.load(std::memory_order_relaxed)) cpu_.store(cpu, std::memory_order_relaxed);
+  }
+
+  // By a worker; `avoided` is its own, -1 at first.
+  void avoid(int* avoided) const {
+    const int cpu = cpu_.load(std::memory_order_relaxed);
+    if (cpu == *avoided || !known_ || cpu < 0) return;
+    *avoided = cpu;
+    cpu_set_t others = allowed_;
+    CPU_CLR(cpu, &others);
+    sched_setaffinity(0, sizeof others, &others);
+  }
+
+ private:
+  cpu_set_t allowed_;  // of the process
+  bool known_ = false;
+  std::atomic<int> cpu_{-1};
+#else
+  void note() {}
+  void avoid(int*) const {}
+#endif
+};
+
+// A worker that shares its CPU with another process loses it every few milliseconds, most likely within a piece, and
+// all others then wait for that piece. So it gives the CPU away by itself between pieces, shortly before it would be
+// taken: the caller goes on alone meanwhile. Where nobody else wants the CPU nothing happens.
+class Turn {
+ public:
+  // Asked between pieces and while waiting.
+  bool is_over() {
+#ifdef __linux__
+    const auto now = Clock::now();
+    if (now - last_look_ < kLook) return is_over_;
+    const long num_losses = losses();
+    if (num_losses != num_losses_) {
+      // Lost since the last look: turns must be shorter than what went before.
+      if (num_losses_ >= 0) length_ = std::clamp((last_look_ - began_) * 7 / 10, kShortest, kLongest);
+      num_losses_ = num_losses;
+      contested_until_ = now + kMemory;
+      began_ = now;
+    }
+    last_look_ = now;
+    is_over_ = now < contested_until_ && now - began_ > length_;
+#endif
+    return is_over_;
+  }
+
+  void give_away() {
+#ifdef __linux__
+    std::this_thread::yield();
+    is_over_ = false;
+    began_ = last_look_ = Clock::now();
+    length_ = std::min<Clock::duration>(length_ * 51 / 50, kLongest);
+    const long num_losses = losses();
+    if (num_losses == num_losses_) contested_until_ = began_;  // nobody took it
+    num_losses_ = num_losses;
+#endif
+  }
+
+ private:
+#ifdef __linux__
+  // How often the system took the CPU away while this thread wanted it.
+  static long losses() {
+    rusage usage;
+    getrusage(RUSAGE_THREAD, &usage);
+    return usage.ru_nivcsw;
+  }
+#endif
+  static constexpr Clock::duration kLook = std::chrono::microseconds(50);
+  static constexpr Clock::duration kShortest = std::chrono::microseconds(400), kLongest = std::chrono::milliseconds(100);
+  static constexpr Clock::duration kMemory = std::chrono::milliseconds(200);
+  Clock::time_point began_{}, last_look_{}, contested_until_{};
+  Clock::duration length_ = kLongest;
+  long num_losses_ = -1;
+  bool is_over_ = false;
+};
 
 thread_local int t_thread = -1;  // this thread's number while it runs a piece
 thread_local int t_region_depth = 0;  // of this thread's PoolRegions; above 0 it holds the pool's mutex
@@ -68,6 +157,7 @@ class Pool {
   int size() const { return size_; }
 
   void run(int64_t num_items, int64_t grain, RangeFunction function, const void* context) {
+    cpu_of_caller_.note();
     function_ = function;
     context_ = context;
     num_items_ = num_items;
@@ -81,7 +171,7 @@ class Pool {
       { std::lock_guard<std::mutex> lock(sleep_mutex_); }
       wake_.notify_all();
     }
-    take_pieces(0);
+    take_pieces(0, nullptr);
     open_.store(false);
     // On a busy machine a woken thread comes too late, or pushes the caller off its CPU: while nobody comes, wake
     // them for fewer and fewer regions.
@@ -97,9 +187,10 @@ class Pool {
   }
 
  private:
-  void take_pieces(int thread) {
+  // Until none is left, or until the turn is over.
+  void take_pieces(int thread, Turn* turn) {
     t_thread = thread;
-    for (;;) {
+    while (turn == nullptr || !turn->is_over()) {
       const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
       if (begin >= num_items_) break;
       const int64_t end = begin + grain_ < num_items_ ? begin + grain_ : num_items_;
@@ -109,6 +200,8 @@ class Pool {
   }
 
   void work(int thread) {
+    Turn turn;
+    int avoided_cpu = -1;
     uint64_t seen = 0;
     for (;;) {
       const auto news = [this, seen] { return generation_.load() != seen || stop_.load(); };
@@ -119,22 +212,28 @@ class Pool {
         sleepers_.fetch_sub(1);
       }
       if (stop_.load()) return;
+      cpu_of_caller_.avoid(&avoided_cpu);
       seen = generation_.load();
       // First announce, then look: run() closes the job before it reads active_, so either it waits for this
       // thread or this thread finds the job closed (or the next job open, which is as good).
       active_.fetch_add(1);
       if (open_.load()) {
         num_joined_.fetch_add(1);
-        take_pieces(thread);
+        take_pieces(thread, &turn);
       }
       if (active_.fetch_sub(1) == 1 && caller_sleeps_.load()) {
         { std::lock_guard<std::mutex> lock(sleep_mutex_); }
         done_.notify_one();
       }
+      if (turn.is_over()) {
+        turn.give_away();
+        seen = 0;  // there may be pieces left of what it turned away from
+      }
     }
   }
 
   const int size_;
+  CpuOfCaller cpu_of_caller_;
   std::vector<std::thread> workers_;
   RangeFunction function_ = nullptr;
   const void* context_ = nullptr;

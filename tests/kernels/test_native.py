@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,31 @@ def test_callers_on_several_threads_do_not_mix() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no affinity on this system")
+def test_beside_a_busy_process_every_piece_is_done_once() -> None:
+    """Workers leave and come back between pieces there; the caller's own affinity is nobody's business."""
+    x, weight = torch.randn(600, 512), torch.rand(512)
+    before, allowed = native.num_threads(), os.sched_getaffinity(0)
+    native.set_num_threads(1)
+    residual = torch.zeros_like(x)
+    wanted = cpu.rms_norm(x, weight, 1e-5, residual, None)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        native.set_num_threads(3)
+        ends = time.monotonic() + 1.5
+        while time.monotonic() < ends:
+            residual = torch.zeros_like(x)
+            assert torch.equal(cpu.rms_norm(x, weight, 1e-5, residual, None), wanted)
+            assert torch.equal(residual, x)  # a piece done twice would add x twice
+    finally:
+        native.set_num_threads(before)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert os.sched_getaffinity(0) == allowed
 
 
 @needs_native
