@@ -152,6 +152,18 @@ int ps_soft_cap(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float
   return PS_OK;
 }
 
+int ps_token_bitmask(float* logits, int64_t logits_stride, int64_t num_rows, int64_t vocab_size, const int64_t* rows,
+                     const uint32_t* masks, int64_t masks_stride, int64_t num_masked) {
+  for (int64_t i = 0; i < num_masked; ++i) {
+    if (rows[i] < 0 || rows[i] >= num_rows) {
+      return fail(PS_INVALID_ARGUMENT, "rows[%lld] is %lld of %lld", (long long)i, (long long)rows[i],
+                  (long long)num_rows);
+    }
+  }
+  PS_CALL(token_bitmask, logits, logits_stride, vocab_size, rows, masks, masks_stride, num_masked);
+  return PS_OK;
+}
+
 int ps_add(float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows, int64_t dim) {
   PS_CALL(add, x, x_stride, y, y_stride, num_rows, dim);
   return PS_OK;

@@ -31,6 +31,14 @@ void for_each(float* x, int64_t x_stride, const float* y, int64_t y_stride, int6
   });
 }
 
+// Inlined with a constant count it becomes vector code without branches.
+inline void forbid(float* logits, uint32_t allowed, int count) {
+  for (int bit = 0; bit < count; ++bit) {
+    const float value = logits[bit];
+    logits[bit] = (allowed & (1u << bit)) != 0 ? value : -__builtin_inff();
+  }
+}
+
 template <class T>
 void copy_rows(float* out, int64_t out_stride, const T* table, int64_t table_stride, const int64_t* row_ids,
                int64_t num_rows, int64_t dim) {
@@ -52,6 +60,32 @@ void copy_rows(float* out, int64_t out_stride, const T* table, int64_t table_str
 void scale(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float factor) {
   const Vec by = set1(factor);
   for_each(x, x_stride, nullptr, 0, num_rows, dim, [&](Vec a, Vec) { return a * by; });
+}
+
+void token_bitmask(float* logits, int64_t logits_stride, int64_t vocab_size, const int64_t* rows,
+                   const uint32_t* masks, int64_t masks_stride, int64_t num_masked) {
+  constexpr int64_t kGrainWords = kGrainElements / 32;
+  const int64_t num_words = (vocab_size + 31) / 32;
+  const int64_t num_pieces = (num_words + kGrainWords - 1) / kGrainWords;  // of one row
+  parallel_for(num_masked * num_pieces, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t i = piece / num_pieces;
+      const int64_t first = piece % num_pieces * kGrainWords;
+      const int64_t last = first + kGrainWords < num_words ? first + kGrainWords : num_words;
+      float* row = logits + rows[i] * logits_stride;
+      for (int64_t word = first; word < last; ++word) {
+        const uint32_t bits = masks[i * masks_stride + word];
+        float* to = row + 32 * word;
+        const int64_t count = vocab_size - 32 * word;
+        if (bits == 0xffffffffu) continue;
+        if (count >= 32) {
+          forbid(to, bits, 32);
+        } else {
+          forbid(to, bits, static_cast<int>(count));
+        }
+      }
+    }
+  });
 }
 
 void soft_cap(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float cap) {

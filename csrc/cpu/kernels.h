@@ -30,6 +30,8 @@ PS_FOR_EACH_ISA(
     void scale(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float factor);
 
     void soft_cap(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float cap);
+    void token_bitmask(float* logits, int64_t logits_stride, int64_t vocab_size, const int64_t* rows,
+                       const uint32_t* masks, int64_t masks_stride, int64_t num_masked);
 
     void add(float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows, int64_t dim);
 

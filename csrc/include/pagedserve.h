@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define PS_API __attribute__((visibility("default")))
-#define PS_ABI_VERSION 4
+#define PS_ABI_VERSION 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -71,6 +71,10 @@ PS_API int ps_activation(int activation, float* out, int64_t out_stride, const f
 PS_API int ps_scale(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float factor);
 PS_API int ps_soft_cap(float* x, int64_t x_stride, int64_t num_rows, int64_t dim, float cap);
 PS_API int ps_add(float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows, int64_t dim);
+
+/* logits[rows[i], t] = -inf where bit t % 32 of masks[i, t / 32] is 0. logits: [num_rows, vocab_size]; rows differ. */
+PS_API int ps_token_bitmask(float* logits, int64_t logits_stride, int64_t num_rows, int64_t vocab_size,
+                            const int64_t* rows, const uint32_t* masks, int64_t masks_stride, int64_t num_masked);
 
 /* out[i] = table[row_ids[i]], widened from its ps_dtype. table: [table_rows, dim], rows table_stride elements apart. */
 PS_API int ps_embedding(float* out, int64_t out_stride, const void* table, int64_t table_stride, int64_t table_rows,

@@ -366,39 +366,22 @@ def paged_attention(
     return attend(query, kv_cache, rows, scale, sliding_window, soft_cap, out)
 
 
-# What is added to eight logits for a byte of a mask. Adding keeps what is possible as it is and is four times as fast
-# as choosing, with numpy's vector instructions.
-_BYTE_MASKS = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0.0, -np.inf
-).astype(np.float32)  # [256, 8]
-# With fewer bytes than this that allow anything, the few tokens are looked up instead.
-_FEW_BYTES = 256
-
-
-@lru_cache(maxsize=1)
-def _mask_addends(num_bytes: int) -> np.ndarray:
-    # Kept, because memory of this size is handed back to the system after every use, and costs more than the sum.
-    return np.empty((num_bytes, 8), dtype=np.float32)
-
-
-def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    vocab_size = logits.shape[1]
-    values = logits.numpy()
-    num_bytes = -(-vocab_size // 8)
-    addends = _mask_addends(num_bytes)
-    for row, mask in zip(rows.tolist(), masks.contiguous().numpy().view(np.uint8)[:, :num_bytes], strict=True):
-        target = values[row]
-        places = np.flatnonzero(mask)
-        if len(places) < _FEW_BYTES:
-            bits = np.unpackbits(mask[places, None], axis=1, bitorder="little").astype(bool)
-            allowed = (places[:, None] * 8 + np.arange(8))[bits]
-            allowed = allowed[allowed < vocab_size]
-            kept = target[allowed]
-            target.fill(-np.inf)
-            target[allowed] = kept
-        else:
-            np.take(_BYTE_MASKS, mask, axis=0, out=addends, mode="clip")
-            target += addends.reshape(-1)[:vocab_size]
+def apply_token_bitmask(
+    logits: torch.Tensor,  # [num_rows, vocab_size]
+    rows: torch.Tensor,  # int64 [num_masked]
+    masks: torch.Tensor,  # int32 [num_masked, num_words]
+) -> None:
+    _rows(logits, "logits", 2)
+    _ints(rows, "rows", torch.int64, 1)
+    _ints(masks, "masks", torch.int32, 2)
+    num_rows, vocab_size = logits.shape
+    if masks.shape[0] != rows.shape[0] or masks.shape[1] * 32 < vocab_size:
+        needed = -(-vocab_size // 32)
+        raise ValueError(f"masks must be [{rows.shape[0]}, at least {needed}], it is {tuple(masks.shape)}")
+    native.call(
+        "ps_token_bitmask", logits.data_ptr(), logits.stride(0), num_rows, vocab_size, rows.data_ptr(),
+        masks.data_ptr(), masks.stride(0), len(rows),
+    )  # fmt: skip
 
 
 def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:

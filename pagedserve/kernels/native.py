@@ -27,7 +27,7 @@ from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_NAME = "libpagedserve_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 _TYPES: dict[str, Any] = {
@@ -50,6 +50,7 @@ SIGNATURES: dict[str, str] = {
     "ps_scale": "plllf",
     "ps_soft_cap": "plllf",
     "ps_add": "plplll",
+    "ps_token_bitmask": "plllppll",
     "ps_embedding": "plpllipll",
     "ps_write_kv": "pplplpl",
     "ps_paged_attention": "plpllppflf",

@@ -153,8 +153,7 @@ def apply_token_bitmask(
 
     Logits are finite or -inf, as the sampler makes them.
     """
-    on_cpu = logits.is_cpu and logits.dtype is torch.float32
-    (cpu if on_cpu else reference).apply_token_bitmask(logits, rows, masks)
+    _implementation(logits).apply_token_bitmask(logits, rows, masks)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
