@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -147,12 +149,22 @@ def test_a_server_with_keys_asks_for_one(page: Page, make_front: FrontFactory) -
 @needs_browser
 def test_the_engines_state_is_that_of_the_metrics(page: Page, tiny: ServerProcess, tmp_path: Path) -> None:
     page.open(tiny.base_url)
-    body = {"model": "tiny", "prompt": "x", "n": 32, "max_tokens": 200, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{tiny.base_url}/v1/completions", json=body, timeout=60) as answer:
-        assert answer.status_code == 200
-        page.wait_for(lambda: page.text("running") == "1" and page.text("kv") not in ("–", "0.0 %"))
-        page.wait_for(lambda: float(page.text("rate").replace("–", "0")) > 0)
-        assert page.text("waiting") == "0"
+    body = {"model": "tiny", "prompt": "x", "n": 32, "max_tokens": 400, "ignore_eos": True}
+    enough = threading.Event()
+
+    def keep_busy() -> None:
+        while not enough.is_set():
+            httpx.post(f"{tiny.base_url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    with ThreadPoolExecutor() as pool:
+        busy = pool.submit(keep_busy)
+        try:
+            page.wait_for(lambda: page.text("running") == "1" and page.text("kv") not in ("–", "0.0 %"))
+            page.wait_for(lambda: float(page.text("rate").replace("–", "0")) > 0)
+            assert page.text("waiting") == "0"
+        finally:
+            enough.set()
+        busy.result()
     page.wait_for(lambda: page.text("running") == "0")
     picture = tmp_path / "page.png"
     assert page.driver.save_screenshot(str(picture)) and picture.stat().st_size > 5_000
