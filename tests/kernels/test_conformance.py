@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pagedserve.kernels import cpu, reference
+from pagedserve.kernels import cpu, native, reference
 from tests.helpers.paged_batch import make_paged_batch, poisoned_pool
 
 DIMS = [1, 5, 8, 16, 31, 64, 100, 576]
@@ -142,7 +142,7 @@ def test_scale_soft_cap_and_add_work_in_place(isa: str, rows: int, dim: int) -> 
     assert torch.equal(wide[:, dim:], rest)
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", list(native.DTYPES))
 @pytest.mark.parametrize("dim", DIMS)
 def test_embedding(isa: str, dim: int, dtype: torch.dtype) -> None:
     table = randn(9, dim).to(dtype)[2:]
