@@ -40,5 +40,6 @@ def _mapping(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    pages = torch.frombuffer(memory, dtype=torch.uint8)
-    return pages[-pages.data_ptr() % _HUGE_PAGE :]
+    with torch.inference_mode(False):  # the next to take a piece may write to it outside of that mode
+        pages = torch.frombuffer(memory, dtype=torch.uint8)
+        return pages[-pages.data_ptr() % _HUGE_PAGE :]

@@ -260,7 +260,7 @@ def test_small_models_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_error_of_quantising_is_reported_by_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny_llama(tmp_path / "model", tokenizer=False)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="pagedserve")
     told = []
     for weights_dtype in ("auto", "int8", "int8", "int4"):
         caplog.clear()
