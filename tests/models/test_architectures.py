@@ -267,7 +267,7 @@ def test_what_a_native_class_does_not_compute_is_left_to_the_fallback(changes: d
 
 @every_case
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_logits_equal_transformers(oracle: Oracle, backend: str, request: pytest.FixtureRequest) -> None:
+def test_logits_equal_transformers(oracle: Oracle, backend: str, request: pytest.FixtureRequest) -> None:  # C092
     if backend == "cpu" and not native.available():
         pytest.skip("the native CPU library is not built")
     assert model_class(resolve(str(oracle.folder)).config) is not load(FALLBACK)
