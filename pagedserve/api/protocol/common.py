@@ -138,7 +138,39 @@ class RepetitionDetectionFields(BaseModel):
         )
 
 
-class GenerationRequest(StructuredOutputFields):
+class PromptChecks(BaseModel):
+    """What is checked of fields that all requests with prompts have; each declares them in its own order."""
+
+    @field_validator("truncation_side", check_fields=False)
+    @classmethod
+    def _check_truncation_side(cls, value: str) -> str:
+        if value not in ("left", "right"):
+            raise ValueError('truncation_side must be "left" or "right"')
+        return value
+
+    @field_validator("truncate_prompt_tokens", check_fields=False)
+    @classmethod
+    def _check_truncate(cls, value: int) -> int:
+        if value != -1 and not 1 <= value < 2**31:
+            raise ValueError("truncate_prompt_tokens must be -1 or at least 1")
+        return value
+
+    @field_validator("request_id", check_fields=False)
+    @classmethod
+    def _check_request_id(cls, value: str) -> str:
+        if not is_safe_id(value):
+            raise ValueError(f"request_id must be 1 to {MAX_REQUEST_ID_LEN} of the characters A-Z a-z 0-9 . _ : + = -")
+        return value
+
+    @field_validator("cache_salt", check_fields=False)
+    @classmethod
+    def _check_cache_salt(cls, value: str) -> str:
+        if not 1 <= len(value) <= MAX_CACHE_SALT_LEN:
+            raise ValueError(f"cache_salt must have 1 to {MAX_CACHE_SALT_LEN} characters")
+        return value
+
+
+class GenerationRequest(PromptChecks, StructuredOutputFields):
     """Fields of every request that generates text. A field that is null is as good as absent."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -210,34 +242,6 @@ class GenerationRequest(StructuredOutputFields):
     @classmethod
     def _check_logit_bias(cls, value: object) -> object:
         return _bounded("logit_bias", value, MAX_LOGIT_BIAS)
-
-    @field_validator("truncation_side")
-    @classmethod
-    def _check_truncation_side(cls, value: str) -> str:
-        if value not in ("left", "right"):
-            raise ValueError('truncation_side must be "left" or "right"')
-        return value
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _check_truncate(cls, value: int) -> int:
-        if value != -1 and not 1 <= value < 2**31:
-            raise ValueError("truncate_prompt_tokens must be -1 or at least 1")
-        return value
-
-    @field_validator("request_id")
-    @classmethod
-    def _check_request_id(cls, value: str) -> str:
-        if not is_safe_id(value):
-            raise ValueError(f"request_id must be 1 to {MAX_REQUEST_ID_LEN} of the characters A-Z a-z 0-9 . _ : + = -")
-        return value
-
-    @field_validator("cache_salt")
-    @classmethod
-    def _check_cache_salt(cls, value: str) -> str:
-        if not 1 <= len(value) <= MAX_CACHE_SALT_LEN:
-            raise ValueError(f"cache_salt must have 1 to {MAX_CACHE_SALT_LEN} characters")
-        return value
 
     @property
     def wants_usage_chunk(self) -> bool:

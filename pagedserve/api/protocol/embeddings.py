@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
-from pagedserve.api.protocol.common import PromptTokensDetails, is_safe_id
+from pagedserve.api.protocol.common import PromptChecks, PromptTokensDetails
 from pagedserve.errors import RequestError
 from pagedserve.pooling_params import PoolingParams
 
@@ -15,7 +15,7 @@ from pagedserve.pooling_params import PoolingParams
 MAX_INPUTS = 2048
 
 
-class PoolingRequest(BaseModel):
+class PoolingRequest(PromptChecks):
     """Fields of every request whose texts become vectors."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -29,34 +29,6 @@ class PoolingRequest(BaseModel):
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="lower runs first (priority policy)")
     cache_salt: str | None = Field(None, description="requests share cached prefixes only under the same salt")
     user: str | None = None
-
-    @field_validator("truncation_side")
-    @classmethod
-    def _check_truncation_side(cls, value: str) -> str:
-        if value not in ("left", "right"):
-            raise ValueError('truncation_side must be "left" or "right"')
-        return value
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _check_truncate(cls, value: int) -> int:
-        if value != -1 and not 1 <= value < 2**31:
-            raise ValueError("truncate_prompt_tokens must be -1 or at least 1")
-        return value
-
-    @field_validator("request_id")
-    @classmethod
-    def _check_request_id(cls, value: str) -> str:
-        if not is_safe_id(value):
-            raise ValueError("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : + = -")
-        return value
-
-    @field_validator("cache_salt")
-    @classmethod
-    def _check_cache_salt(cls, value: str) -> str:
-        if not 1 <= len(value) <= 128:
-            raise ValueError("cache_salt must have 1 to 128 characters")
-        return value
 
     def check(self) -> None:
         """Raise RequestError for fields that contradict each other."""
