@@ -99,9 +99,31 @@ def route(
     top_k: int,
     *,
     renormalize: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fp32 [num_tokens, top_k], int64 [num_tokens, top_k]
-    """A token's best experts and their softmax weights over all experts, best first; renormalized to sum to 1."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # float32 [num_tokens, top_k], int64 [num_tokens, top_k]
+    """A token's best experts and their softmax weights over all experts, best first; renormalized to sum to 1.
+
+    Of equal logits the first expert's comes first, and NaN before all numbers. With NaN or +inf among a token's logits,
+    or nothing above -inf, its weights are NaN.
+    """
     return reference.route(logits, top_k, renormalize)
+
+
+def experts(
+    x: torch.Tensor,  # [num_tokens, hidden]
+    weights: torch.Tensor,  # float32 [num_tokens, top_k]
+    chosen: torch.Tensor,  # int64 [num_tokens, top_k], numbers of experts
+    gate_up: torch.Tensor,  # [num_experts, 2 * expert_size, hidden], the gate's rows first
+    down: torch.Tensor,  # [num_experts, hidden, expert_size]
+    activation: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [num_tokens, hidden]
+    """Each token's sum of weight * down(act(gate(x)) * up(x)) over its experts (arXiv 1701.06538, 2401.04088).
+
+    `activation` is "silu", "gelu_erf" or "gelu_tanh". Products are added in fp32 in the order of the token's choices,
+    so that a token's result does not depend on its neighbours.
+    """
+    return reference.experts(x, weights, chosen, gate_up, down, activation, out)
 
 
 def embedding(

@@ -86,8 +86,32 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, experts = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
+    wide = logits.float()
+    # By logits: two shares may be one number where their logits are not. NaN comes first.
+    experts = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = torch.softmax(wide, dim=-1).gather(1, experts)
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
+
+
+def experts(
+    x: torch.Tensor,  # [num_tokens, hidden]
+    weights: torch.Tensor,  # float32 [num_tokens, top_k]
+    chosen: torch.Tensor,  # int64 [num_tokens, top_k]
+    gate_up: torch.Tensor,  # [num_experts, 2 * expert_size, hidden]
+    down: torch.Tensor,  # [num_experts, hidden, expert_size]
+    kind: str,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    found = x.new_zeros((*chosen.shape, x.shape[1]), dtype=wide)
+    for expert in chosen.unique().tolist():
+        tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
+        hidden = gated_activation(kind, F.linear(x[tokens], gate_up[expert].to(x.dtype)), None)
+        found[tokens, ranks] = F.linear(hidden, down[expert].to(x.dtype)).to(wide)
+    total = torch.zeros_like(found[:, 0])
+    for rank in range(chosen.shape[1]):
+        total += weights[:, rank, None] * found[:, rank]
+    return _into(out, total.to(x.dtype))
 
 
 def embedding(table: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

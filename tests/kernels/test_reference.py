@@ -146,3 +146,46 @@ def test_swap_blocks_copies_in_order() -> None:
     pool = torch.arange(8.0).view(4, 2)
     reference.swap_blocks(pool, pool, torch.tensor([[0, 1], [1, 2]]))
     assert torch.equal(pool, torch.tensor([[0.0, 1], [0, 1], [0, 1], [6, 7]]))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_router_takes_the_largest_shares_and_of_equals_the_first(renormalize: bool) -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, -1.0, 2.0], [-math.inf, 5.0, -math.inf, 4.0, -math.inf]])
+    weights, experts = reference.route(logits, 3, renormalize)
+    assert experts.tolist() == [[1, 2, 4], [1, 3, 0]]
+    shares = torch.softmax(logits.double(), -1).gather(1, experts)
+    wanted = shares / shares.sum(-1, keepdim=True) if renormalize else shares
+    assert_close(weights, wanted.float())
+    assert weights.dtype is torch.float32 and experts.dtype is torch.int64
+
+
+@pytest.mark.parametrize(
+    ("row", "first"),
+    [([1.0, math.nan, 0.0], [1, 0]), ([1.0, math.inf, 0.0], [1, 0]), ([-math.inf] * 3, [0, 1])],
+    ids=str,
+)
+def test_a_router_whose_logits_are_no_numbers_gives_nan(row: list[float], first: list[int]) -> None:
+    weights, experts = reference.route(torch.tensor([row, [1.0, 2.0, 3.0]]), 2, True)
+    assert weights[0].isnan().all()
+    assert experts.tolist() == [first, [2, 1]]
+    assert weights[1].isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "act"), [("silu", F.silu), ("gelu_erf", F.gelu)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_experts_are_gated_mlps_whose_results_are_added(kind: str, act: object, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(7, 12), torch.randn(5, 16, 12), torch.randn(5, 12, 8)
+    weights, chosen = reference.route(torch.randn(7, 5), 3, False)
+    wanted = torch.zeros(7, 12, dtype=torch.float64)
+    for token in range(7):
+        for weight, expert in zip(weights[token].double(), chosen[token], strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            wanted[token] += weight * (down[expert].double() @ (act(gate) * up))
+    arguments = (x.to(dtype), weights, chosen, gate_up.to(dtype), down.to(dtype), kind)
+    found = reference.experts(*arguments, None)
+    assert found.dtype is dtype
+    error = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    assert_close(found.double(), wanted, atol=error * wanted.abs().max().item(), rtol=error)
+    out = torch.empty_like(found)
+    assert reference.experts(*arguments, out) is out and torch.equal(out, found)
