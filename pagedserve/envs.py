@@ -38,6 +38,11 @@ def native_disabled() -> bool:
     return os.environ.get("PAGEDSERVE_DISABLE_NATIVE", "") not in ("", "0")
 
 
+def triton_interpreted() -> bool:
+    """TRITON_INTERPRET=1: Triton's own switch; its kernels run on CPU tensors, slowly, instead of native ones."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
 def log_level() -> str:
     """PAGEDSERVE_LOG_LEVEL: debug, info, warning or error (default info)."""
     return os.environ.get("PAGEDSERVE_LOG_LEVEL", "info")

@@ -17,7 +17,7 @@ class ReferenceBackend(AttentionBackend):
     def why_not(cls, spec: AttentionSpec) -> str | None:
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads"
-        if not spec.kv_cache_dtype.is_floating_point and spec.kv_cache_dtype is not torch.int8:
+        if not spec.kv_cache_dtype.is_floating_point and spec.kv_cache_dtype not in reference.LARGEST_CODES:
             return f"its KV cache holds floats or int8, not {spec.kv_cache_dtype}"
         return None
 

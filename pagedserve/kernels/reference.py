@@ -119,47 +119,64 @@ def embedding(table: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | No
 
 
 SCALE_BYTES = 4  # of a token's fp32 scale in an 8-bit cache
+LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # 8-bit cache dtypes: what a head's largest becomes
 
 
 def kv_token_size(head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Elements that one token's K (or V) takes in one head's part of a block: an int8 cache keeps a scale with it."""
-    return head_dim + SCALE_BYTES if kv_dtype is torch.int8 else head_dim
+    """Elements that one token's K (or V) takes in one head's part of a block: an 8-bit cache keeps a scale with it."""
+    return head_dim + SCALE_BYTES if kv_dtype in LARGEST_CODES else head_dim
 
 
 def split_kv(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as views [num_blocks, num_kv_heads, block_size, head_dim] of a layer's cache in either layout:
-    [num_blocks, 2, num_kv_heads, block_size, head_dim], or, with K transposed within a block as the native
-    kernels want it, [num_blocks, 2, num_kv_heads, block_size * head_dim]. Of an int8 cache they are the codes."""
+    """K and V as views [num_blocks, num_kv_heads, block_size, head_dim] of a layer's cache in either layout; of an
+    8-bit cache they are the codes.
+
+    [num_blocks, 2, num_kv_heads, runs, run_size] are tokens after each other: a run holds its tokens' codes, then, with
+    8 bits, their scales. The reference has runs of one token, GPUs one run of the whole block when there are scales.
+    [num_blocks, 2, num_kv_heads, block_size * token_size] has K transposed within a block, as csrc wants it.
+    """
+    token_size = kv_token_size(head_dim, kv_cache.dtype)
     if kv_cache.dim() == 5:
-        return kv_cache[:, 0, ..., :head_dim], kv_cache[:, 1, ..., :head_dim]
-    block_size = kv_cache.shape[-1] // kv_token_size(head_dim, kv_cache.dtype)
+        run = kv_cache.shape[-1] // token_size
+        codes = kv_cache[..., : run * head_dim].unflatten(-1, (run, head_dim))
+        return _join_runs(codes[:, 0]), _join_runs(codes[:, 1])
+    block_size = kv_cache.shape[-1] // token_size
     codes = kv_cache[..., : block_size * head_dim]
     keys = codes[:, 0].unflatten(-1, (head_dim, block_size)).transpose(-1, -2)
     return keys, codes[:, 1].unflatten(-1, (block_size, head_dim))
 
 
 def split_kv_scales(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of an int8 cache's K and V, as views of their bytes: int8 [num_blocks, num_kv_heads, block_size, 4].
+    """The scales of an 8-bit cache's K and V, as views of their bytes: [num_blocks, num_kv_heads, block_size, 4].
 
-    They follow a token's codes in the first layout of `split_kv`, and all codes of a head in the second."""
+    They follow the codes of a run in the first layout of `split_kv`, and all codes of a head in the second."""
+    token_size = kv_token_size(head_dim, kv_cache.dtype)
+    count = kv_cache.shape[-1] // token_size
+    scales = kv_cache[..., count * head_dim :].unflatten(-1, (count, SCALE_BYTES))
     if kv_cache.dim() == 5:
-        return kv_cache[:, 0, ..., head_dim:], kv_cache[:, 1, ..., head_dim:]
-    block_size = kv_cache.shape[-1] // kv_token_size(head_dim, kv_cache.dtype)
-    scales = kv_cache[..., block_size * head_dim :].unflatten(-1, (block_size, SCALE_BYTES))
+        return _join_runs(scales[:, 0]), _join_runs(scales[:, 1])
     return scales[:, 0], scales[:, 1]
 
 
-def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 codes like x [..., head_dim] and fp32 scales [..., 1]: the largest magnitude becomes 127.
+def _join_runs(x: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, num_kv_heads, runs, run, n] as a view without runs: either there is one, or each has one token."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.squeeze(3)
+
+
+def quantize_kv(x: torch.Tensor, kv_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes like x [..., head_dim] and fp32 scales [..., 1]: the largest magnitude becomes the largest code.
 
     A head that holds inf or NaN gets the scale NaN; one whose numbers are all below 1e-33 becomes 0.
     """
     limit = x.float().abs().amax(-1, keepdim=True)
-    largest = torch.full_like(limit, 127)  # a tensor: `number / tensor` is a product with a rounded reciprocal
-    codes = torch.where(limit > 1e-33, x * (largest / limit), 0.0).round()
+    # A tensor: `number / tensor` is a product with a rounded reciprocal.
+    largest = torch.full_like(limit, LARGEST_CODES[kv_dtype])
+    codes = torch.where(limit > 1e-33, x * (largest / limit), 0.0)
     scales = torch.where(limit > 1e-33, limit / largest, 0.0)
     finite = x.isfinite().all(-1, keepdim=True)
-    return codes.masked_fill(~finite, 0).to(torch.int8), scales.masked_fill(~finite, torch.nan)
+    codes = codes.masked_fill(~finite, 0)
+    codes = codes.round().to(kv_dtype) if kv_dtype is torch.int8 else codes.to(kv_dtype)
+    return codes, scales.masked_fill(~finite, torch.nan)
 
 
 def apply_token_bitmask(
@@ -184,14 +201,15 @@ def write_kv(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // keys.shape[2], slots % keys.shape[2]
-    if kv_cache.dtype is not torch.int8:
+    if kv_cache.dtype not in LARGEST_CODES:
         keys[blocks, :, offsets] = key[kept].to(keys.dtype)
         values[blocks, :, offsets] = value[kept].to(values.dtype)
         return
     for x, codes, scales in zip((key, value), (keys, values), split_kv_scales(kv_cache, key.shape[-1]), strict=True):
-        quantized, scale = quantize_kv(x[kept])
-        codes[blocks, :, offsets] = quantized
-        scales[blocks, :, offsets] = scale.contiguous().view(torch.int8)
+        quantized, scale = quantize_kv(x[kept], kv_cache.dtype)
+        # As bytes: fp8 tensors take no indexed writes.
+        codes.view(torch.uint8)[blocks, :, offsets] = quantized.view(torch.uint8)
+        scales.view(torch.uint8)[blocks, :, offsets] = scale.contiguous().view(torch.uint8)
 
 
 def paged_attention(
@@ -207,7 +225,7 @@ def paged_attention(
 ) -> torch.Tensor:
     head_dim = query.shape[-1]
     keys, values = split_kv(kv_cache, head_dim)
-    key_scales, value_scales = split_kv_scales(kv_cache, head_dim) if kv_cache.dtype is torch.int8 else (None, None)
+    key_scales, value_scales = split_kv_scales(kv_cache, head_dim) if kv_cache.dtype in LARGEST_CODES else (None, None)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     starts = query_start_loc.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):
@@ -240,7 +258,10 @@ def _gather(
 ) -> torch.Tensor:
     block_size = blocks.shape[2]
     block_ids, offsets = table[positions // block_size].long(), positions % block_size
-    found = blocks[block_ids, :, offsets].float()
+    if blocks.element_size() == 1:  # as bytes: fp8 tensors take no indices
+        found = blocks.view(torch.uint8)[block_ids, :, offsets].view(blocks.dtype).float()
+    else:
+        found = blocks[block_ids, :, offsets].float()
     if scales is not None:
         found = found * scales[block_ids, :, offsets].contiguous().view(torch.float32)
     return found.transpose(0, 1)  # [num_kv_heads, context, head_dim]

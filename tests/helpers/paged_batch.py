@@ -13,17 +13,17 @@ NUM_LAYERS = 2  # of the pool; the batch uses the last, so that its blocks are n
 
 
 def poisoned_pool(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A pool that holds NaN wherever it is read before it is written; of an int8 cache the scales are NaN."""
-    if dtype is torch.int8:
-        return torch.full(shape, -1, dtype=dtype)  # four bytes of 0xff are an fp32 NaN
+    """A pool that holds NaN wherever it is read before it is written; of an 8-bit cache the scales are NaN."""
+    if dtype in reference.LARGEST_CODES:
+        return torch.full(shape, 255, dtype=torch.uint8).view(dtype)  # four bytes of 0xff are an fp32 NaN
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
 def as_cached(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys or values [..., head_dim] as a cache of that type gives them back, fp32."""
-    if dtype is not torch.int8:
+    if dtype not in reference.LARGEST_CODES:
         return x.to(dtype).float()
-    codes, scales = reference.quantize_kv(x)
+    codes, scales = reference.quantize_kv(x, dtype)
     return codes.float() * scales
 
 
