@@ -91,10 +91,11 @@ class GGUFFile:
     """A memory-mapped GGUF file.
 
     Raises ModelLoadError for a file that is cut short, is no GGUF, has impossible counts or holds a tensor type that
-    cannot be read; nothing larger than the file is ever allocated.
+    cannot be read; nothing larger than the file is ever allocated. With `header_only` the file may end behind its
+    tensor table: it then says everything but its numbers.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, header_only: bool = False):
         self.path = Path(path)
         try:
             self._data = np.memmap(self.path, dtype=np.uint8, mode="r")
@@ -104,7 +105,9 @@ class GGUFFile:
         self.version, num_tensors, num_pairs = reader.preamble()
         self.metadata: dict[str, Any] = reader.pairs(num_pairs)
         self.alignment = self._read_alignment()
-        self.tensors: dict[str, TensorInfo] = {t.gguf_name: t for t in reader.tensor_table(num_tensors, self.alignment)}
+        table = reader.tensor_table(num_tensors, self.alignment, header_only=header_only)
+        self.tensors: dict[str, TensorInfo] = {t.gguf_name: t for t in table}
+        self.has_data = all(t.offset + t.num_bytes <= len(self._data) for t in table)
 
     # -- the file as a Hugging Face checkpoint ------------------------------------------------------------------------
 
@@ -207,6 +210,8 @@ class GGUFFile:
 
     def _rope_factors(self) -> dict[str, list[float]]:
         found = {name: info for name, info in self.tensors.items() if name in self.architecture.config_tensors}
+        if not self.has_data:  # the length of the list is all that a plan needs
+            return {name: [1.0] * math.prod(info.shape) for name, info in found.items()}
         return {name: _dequantize(info.quant, self._rows(info)).reshape(-1).tolist() for name, info in found.items()}
 
     def _read_alignment(self) -> int:
@@ -261,7 +266,7 @@ class _HeaderReader:
             result[key] = self._value(self._scalar("<I", key), key, depth=0)
         return result
 
-    def tensor_table(self, count: int, alignment: int) -> list[TensorInfo]:
+    def tensor_table(self, count: int, alignment: int, *, header_only: bool) -> list[TensorInfo]:
         entries: list[tuple[str, QuantType, tuple[int, ...], int, int]] = []
         names: set[str] = set()
         for _ in range(count):
@@ -283,7 +288,7 @@ class _HeaderReader:
         for name, _, _, offset, num_bytes in entries:
             if offset % alignment:
                 raise ModelLoadError(f"{self._path}: tensor {name} is not aligned to {alignment} bytes")
-            if data_start + offset + num_bytes > self._size:
+            if not header_only and data_start + offset + num_bytes > self._size:
                 raise ModelLoadError(
                     f"{self._path} is cut short: tensor {name} ends at byte {data_start + offset + num_bytes}, "
                     f"the file has {self._size}; fetch it again"

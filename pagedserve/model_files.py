@@ -65,19 +65,20 @@ def resolve(
     revision: str | None = None,
     cache_dir: Path | None = None,
     require_weights: bool = True,
+    header_only: bool = False,
     log: Callable[[str], None] = catalog.to_stderr,
 ) -> ModelFiles:
     """Find `model`: a folder, a .gguf file, a catalog name or a hub id, tried in this order.
 
     With `require_weights=False` (dummy weights, a tokenizer from elsewhere) missing weights are no error, and a folder
-    of tokenizer files will do. Raises ModelNotFoundError (nothing there; the message says what was tried) or
-    ModelLoadError (broken files).
+    of tokenizer files will do; with `header_only` a GGUF file may end behind its header. Raises ModelNotFoundError
+    (nothing there; the message says what was tried) or ModelLoadError (broken files).
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
         return _from_folder(path, path.resolve().name, require_weights)
     if path.is_file():
-        return _from_gguf(path, path.stem)
+        return _from_gguf(path, path.stem, header_only=header_only)
     if (name := model.lower()) in catalog.CATALOG:
         defaults = catalog.CATALOG[name].generation_config
         return _from_gguf(catalog.fetch(name, cache_dir=cache_dir, log=log), name, defaults)
@@ -94,8 +95,14 @@ def resolve_model(config: ModelConfig, *, log: Callable[[str], None] = catalog.t
     return resolve(config.model, revision=config.revision, require_weights=config.load_format != "dummy", log=log)
 
 
-def _from_gguf(path: Path, name: str, generation_defaults: Mapping[str, Any] = MappingProxyType({})) -> ModelFiles:
-    file = GGUFFile(path)
+def _from_gguf(
+    path: Path,
+    name: str,
+    generation_defaults: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    header_only: bool = False,
+) -> ModelFiles:
+    file = GGUFFile(path, header_only=header_only)
     return ModelFiles(
         kind="gguf",
         path=path,

@@ -68,6 +68,22 @@ class MemoryPlan:
     num_resident_blocks: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What a worker would find, known before anything is loaded."""
+
+    memory: MemoryPlan
+    max_model_len: int
+    device: str
+    dtype: str  # of activations
+    attention_backend: str
+    weights: dict[str, int]  # bytes of each kind of weight
+    read_bytes: int  # weights that computing one token reads
+    multiplications: int  # of weights with one token's activations
+    activation_bytes: int  # most that a step takes besides weights and pools
+    free_bytes: int  # for both of them
+
+
 @dataclass(slots=True, kw_only=True)
 class NewSequence:
     """Everything a worker must know of a sequence that arrives, or returns after it was released."""

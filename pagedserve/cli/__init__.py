@@ -19,6 +19,7 @@ COMMANDS = {
     "run-batch": ("pagedserve.cli.run_batch", "answer a file of requests offline, without a server"),
     "chat": ("pagedserve.cli.chat", "talk with a served model in the terminal"),
     "bench": ("pagedserve.cli.bench", "measure: serve, throughput, latency"),
+    "plan": ("pagedserve.cli.plan", "what a model takes and what a card can do with it, before loading"),
     "collect-env": ("pagedserve.cli.collect_env", "print what a bug report needs"),
 }
 

@@ -175,7 +175,12 @@ class Builder:
     @property
     def nbytes(self) -> int:
         """Of everything made so far."""
-        return self.weights.nbytes + sum(table.nbytes for _, table in self._tables.values())
+        return self.weights.nbytes + self.table_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the rotary tables made so far."""
+        return sum(table.nbytes for _, table in self._tables.values())
 
 
 class Decoder(ABC):
@@ -202,7 +207,7 @@ class Decoder(ABC):
         self.embed_tokens, self.lm_head = self.make_ends(build)
         self.layers = [self.make_layer(build, index) for index in range(config.num_layers)]
         self.norm = self.make_norm(build)
-        self.weights_bytes = build.nbytes
+        self.weights_bytes, self.rotary_bytes = build.nbytes, build.table_bytes
 
     @classmethod
     def why_not(cls, config: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ def parse_config(files: ModelFiles, impl: str = "auto") -> Any:
 
     Raises ModelLoadError for an architecture or a setting that is not supported.
     """
-    config = _decoder_config(files)
+    config = decoder_config(files)
     return model_class(config, impl).config_class.from_hf(config)
 
 
@@ -51,7 +51,7 @@ def load_model(
     Raises ModelLoadError naming the file and tensor that is missing, left over, wrongly shaped, cut short or of a type
     that cannot be served.
     """
-    chosen = model_class(_decoder_config(files), impl)
+    chosen = model_class(decoder_config(files), impl)
     if hasattr(chosen, "from_files"):  # it has a reader of its own
         return chosen.from_files(
             files,
@@ -63,7 +63,7 @@ def load_model(
             max_model_len=max_model_len or config.max_model_len,
             dummy_seed=dummy_seed,
         )
-    source = _source(files) if dummy_seed is None else DummySource(dummy_seed, _stored_dtype(files))
+    source = _source(files) if dummy_seed is None else DummySource(dummy_seed, stored_dtype(files))
     cache = None
     if use_packed_cache and dummy_seed is None and quant.cache_key is not None:
         cache = PackedCache.for_files(files.weight_files, quant.cache_key)
@@ -81,7 +81,7 @@ def load_model(
     return model
 
 
-def _decoder_config(files: ModelFiles) -> dict[str, Any]:
+def decoder_config(files: ModelFiles) -> dict[str, Any]:
     """config.json, and for a checkpoint without a head that of the decoder it was made of.
 
     The embedding then stands for the head; requests that would draw from it are refused in front. ModelLoadError for
@@ -106,7 +106,7 @@ def _source(files: ModelFiles) -> WeightSource:
     return SafetensorsSource(files.weight_files)
 
 
-def _stored_dtype(files: ModelFiles) -> torch.dtype:
+def stored_dtype(files: ModelFiles) -> torch.dtype:
     """The float type that config.json says the weights have; fp32 where it says nothing that we know."""
     name = files.config.get("dtype") or files.config.get("torch_dtype")
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)

@@ -22,8 +22,6 @@ from pagedserve.quantization import gguf
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BODY = "model."
-# As safetensors files call them; doubles are read as fp32.
-_FLOAT_NAMES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightSource(ABC):
@@ -45,6 +43,10 @@ class WeightSource(ABC):
     def dense(self, name: str) -> torch.Tensor:
         """The tensor as floats, in the type of the file where that is a float type. Not to be written to."""
 
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors hold the same numbers."""
+        return torch.equal(self.dense(first), self.dense(second))
+
     def is_packed(self, name: str) -> bool:
         """Whether the tensor is a block-quantised matrix that `rows` gives as it is."""
         return False
@@ -57,9 +59,16 @@ class WeightSource(ABC):
 class FileSource(WeightSource):
     """Weights that are in files, with names and shapes of their own."""
 
+    # False where the numbers are missing, in a file that ends behind its header.
+    has_data = True
+
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is there, row-major."""
+
+    @abstractmethod
+    def kind(self, name: str) -> str:
+        """How a tensor that is there is stored: its GGML type; F32, BF16 or F16 for one that `dense` gives as it is."""
 
     @abstractmethod
     def where(self, name: str) -> str:
@@ -109,14 +118,18 @@ class SafetensorsSource(FileSource):
         return tuple(self._handles[self._files[name]].get_slice(self._stored(name)).get_shape())
 
     def common_dtype(self) -> torch.dtype:
-        """The float type of all tensors, fp32 where they differ. ModelLoadError for integers, as in `dense`."""
-        found = set()
-        for name, path in self._files.items():
-            stored = self._handles[path].get_slice(self._stored(name)).get_dtype()
-            if stored not in _FLOAT_NAMES:
-                raise ModelLoadError(f"{path}: tensor {name} has type {stored}, which cannot be served")
-            found.add(_FLOAT_NAMES[stored])
+        """The float type of all tensors (of doubles fp32), fp32 where they differ. ModelLoadError for integers, as in
+        `dense`."""
+        found = {gguf.FLOAT_TYPES[self.kind(name)] for name in self._files}
         return found.pop() if len(found) == 1 else torch.float32
+
+    def kind(self, name: str) -> str:
+        stored = self._handles[self._files[name]].get_slice(self._stored(name)).get_dtype()
+        if stored == "F64":
+            return "F32"
+        if stored not in gguf.FLOAT_TYPES:
+            raise ModelLoadError(f"{self.where(name)}: tensor {name} has type {stored}, which cannot be served")
+        return stored
 
     def where(self, name: str) -> str:
         return str(self._files[name]) if name in self._files else ", ".join(path.name for path in self._handles)
@@ -139,6 +152,7 @@ class GGUFSource(FileSource):
     def __init__(self, file: GGUFFile):
         self._file = file
         self._names = set(file.tensor_names())
+        self.has_data = file.has_data
 
     def names(self) -> Sequence[str]:
         return self._file.tensor_names()
@@ -148,6 +162,9 @@ class GGUFSource(FileSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.shape(name)
+
+    def kind(self, name: str) -> str:
+        return self._file.quant_type(name).name
 
     def where(self, name: str) -> str:
         return str(self._file.path)

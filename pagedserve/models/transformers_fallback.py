@@ -85,11 +85,7 @@ class TransformersForCausalLM:
             with quiet_transformers():
                 model = _read(files, config) if dummy_seed is None else _random(config, dummy_seed)
                 model.eval()
-                replace_rotary(model, max(max_model_len, *proof.LENGTHS), dtype)
-                # On GPUs transformers' own grouped product is the faster one.
-                num_bytes = replace_experts(model, quant) if device.type == "cpu" else 0
-                num_bytes += replace_linears(model, quant, dtype, device)
-                num_bytes += nbytes_of_rest(model, dtype, device)
+                num_bytes = _take_over(model, quant, dtype, device, max_model_len, on_cpu=device.type == "cpu")
                 return cls(config, model, attention, num_bytes)
         except PagedServeError:
             raise
@@ -99,6 +95,23 @@ class TransformersForCausalLM:
                 f"transformers cannot load {config.architecture} from {files.path}: {reason}"
             ) from error
 
+    @classmethod
+    def planned_bytes(
+        cls,
+        config: TransformersConfig,
+        *,
+        quant: QuantMethod,
+        stored: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+    ) -> int:
+        """What `from_files` would hold of a checkpoint whose weights are of type `stored`; nothing is read."""
+        meta = torch.device("meta")
+        with quiet_transformers(), meta:
+            model = config.model_class._from_config(config.hf_config, attn_implementation="eager", dtype=stored)
+            return _take_over(model, quant, dtype, meta, max_model_len, on_cpu=device.type == "cpu")
+
     @property
     def num_layers(self) -> int:
         return self.config.num_layers
@@ -106,7 +119,7 @@ class TransformersForCausalLM:
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Of each layer: a token sees itself and the window - 1 tokens before it, or all."""
-        return tuple(layer.sliding_window for layer in self.config.layers)
+        return self.config.layer_windows
 
     @property
     def num_kv_heads(self) -> int:
@@ -240,6 +253,17 @@ def _read(files: ModelFiles, config: TransformersConfig) -> Any:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ModelLoadError(f"the checkpoint {what}: {', '.join(names[:8])}{more}")
     return model
+
+
+def _take_over(
+    model: Any, quant: QuantMethod, dtype: torch.dtype, device: torch.device, max_model_len: int, *, on_cpu: bool
+) -> int:
+    """Puts our modules in the place of transformers' own; returns the bytes of all weights."""
+    replace_rotary(model, max(max_model_len, *proof.LENGTHS), dtype)
+    # On GPUs transformers' own grouped product is the faster one.
+    num_bytes = replace_experts(model, quant) if on_cpu else 0
+    num_bytes += replace_linears(model, quant, dtype, device)
+    return num_bytes + nbytes_of_rest(model, dtype, device)
 
 
 def _random(config: TransformersConfig, seed: int) -> Any:

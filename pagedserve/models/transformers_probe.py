@@ -92,6 +92,11 @@ class TransformersConfig:
         return self.layers[0].head_dim
 
     @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Of each layer: a token sees itself and the window - 1 tokens before it, or all."""
+        return tuple(layer.sliding_window for layer in self.layers)
+
+    @property
     def sliding_window(self) -> int | None:
         """The window of all layers, where they share one."""
         windows = {layer.sliding_window for layer in self.layers}

@@ -43,15 +43,22 @@ class Weights:
         self._cache = cache
         self._dtype = dtype
         self._device = device
+        self._keeps_file_tables = device.type == "cpu"
         self._taken: set[str] = set()
-        self.nbytes = 0  # of all layers made so far
+        self.sizes: dict[str, int] = {}  # bytes of what was made so far, by the name of its (first) tensor
+        self.lookup_bytes = 0  # of them: tables of which a token reads one row
         self.rounding_error: RoundingError | None = None  # of what was quantised while loading
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers made so far."""
+        return sum(self.sizes.values())
 
     def vector(self, name: str, size: int, *, offset: float = 0.0) -> torch.Tensor:
         """A norm's weight or a bias, [size], plus `offset`, in the dtype of the activations."""
         self._take(name, (size,))
         vector = (self._source.dense(name).float() + offset).to(device=self._device, dtype=self._dtype)
-        self.nbytes += vector.nbytes
+        self._count(name, vector.nbytes)
         return vector
 
     def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
@@ -107,24 +114,26 @@ class Weights:
         has_head = self._source.has(head) or not tied
         if has_head:
             self._take(head, (vocab_size, hidden_size))
-        shared = tied and (not has_head or self._equal(embedding, head))
+        shared = tied and (not has_head or self._source.equal(embedding, head))
         head_weight = self._matrix([embedding if shared else head], vocab_size, hidden_size, self._quant.for_head())
         if shared:
             return SharedEmbedding(head_weight, self._dtype), Linear(head_weight)
         lookup: Embedding
-        if self._device.type == "cpu" and self._source.is_packed(embedding):
+        if self._keeps_file_tables and self._source.is_packed(embedding):
             lookup = PackedEmbedding(*self._source.rows(embedding), self._dtype)
         else:
-            lookup = DenseEmbedding(self._source.dense(embedding).to(self._device), self._dtype)
-        self.nbytes += lookup.nbytes
+            lookup = DenseEmbedding(self._table(embedding), self._dtype)
+        self._count(embedding, lookup.nbytes)
+        self.lookup_bytes += lookup.nbytes
         return lookup, Linear(head_weight)
 
     def position_embedding(self, name: str, num_positions: int, hidden_size: int, *, offset: int = 0) -> Embedding:
         """Learned positions: rows of a table that begins `offset` rows before position 0."""
         name = f"{name}.weight"
         self._take(name, (num_positions + offset, hidden_size))
-        table = DenseEmbedding(self._source.dense(name)[offset:].to(self._device), self._dtype)
-        self.nbytes += table.nbytes
+        table = DenseEmbedding(self._table(name)[offset:], self._dtype)
+        self._count(name, table.nbytes)
+        self.lookup_bytes += table.nbytes
         return table
 
     def prefix_of(self, name: str, prefixes: Sequence[str]) -> str:
@@ -149,8 +158,13 @@ class Weights:
         self._source.expect(name, shape)
         self._taken.add(name)
 
-    def _equal(self, first: str, second: str) -> bool:
-        return torch.equal(self._source.dense(first), self._source.dense(second))
+    def _count(self, name: str, num_bytes: int) -> None:
+        self.sizes[name] = self.sizes.get(name, 0) + num_bytes
+
+    def _table(self, name: str) -> torch.Tensor:
+        """On CPUs as the file has it, mapped and not copied; elsewhere in the type of the activations."""
+        table = self._source.dense(name)
+        return table if self._keeps_file_tables else table.to(device=self._device, dtype=self._dtype)
 
     def _matrix(
         self,
@@ -171,7 +185,7 @@ class Weights:
                 weight = quant.from_dense([arrange(self._source.dense(name)) for name in names])
             if cache is not None:
                 cache.add(key, weight)
-        self.nbytes += weight.nbytes
+        self._count(names[0], weight.nbytes)
         lost = weight.rounding_error
         if lost is not None:
             self.rounding_error = lost if self.rounding_error is None else self.rounding_error + lost

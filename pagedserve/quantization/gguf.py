@@ -9,7 +9,7 @@ import torch
 
 from pagedserve.errors import ModelLoadError
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @cache
@@ -45,9 +45,17 @@ def row_length(quant_type: str, rows: np.ndarray) -> int:
     return rows.shape[1] // block_bytes * block_len
 
 
+def row_bytes(quant_type: str, row_length: int) -> int:
+    """Bytes of a row of so many numbers."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block_len, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_number(quant_type))]
+    return row_length // block_len * block_bytes
+
+
 def as_dense(quant_type: str, rows: np.ndarray) -> torch.Tensor | None:
     """Rows of a float type as a tensor [out_features, in_features]; None for other types."""
-    dtype = _FLOATS.get(quant_type)
+    dtype = FLOAT_TYPES.get(quant_type)
     return None if dtype is None else _tensor(np.ascontiguousarray(rows)).view(dtype)
 
 

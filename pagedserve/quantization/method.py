@@ -121,6 +121,15 @@ class QuantMethod(ABC):
             ModelLoadError: the type is unknown, or the row size does not fit `in_features`.
         """
 
+    @abstractmethod
+    def size_of(self, stored: Sequence[str], out_features: Sequence[int], in_features: int) -> int:
+        """`nbytes` of the weight that `from_dense` or `from_gguf` would make of matrices stacked by rows.
+
+        Args:
+            stored: the GGML type of each in its file; dense ones are F32, BF16 or F16.
+            out_features: rows of each.
+        """
+
     def exact(self) -> QuantMethod:
         """The method for small matrices that decide much (a router): it keeps the numbers of the file; `self` by
         default."""

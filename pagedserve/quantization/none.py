@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from pagedserve.errors import ConfigError
 from pagedserve.kernels import ops
-from pagedserve.quantization.gguf import check_rows, dequantize
+from pagedserve.quantization.gguf import FLOAT_TYPES, check_rows, dequantize
 from pagedserve.quantization.method import LinearWeight, QuantMethod, as_list
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,6 +67,10 @@ class DenseMethod(QuantMethod):
             check_rows(kind, part, in_features)
             dense.append(dequantize(kind, part))
         return self._stack(dense)
+
+    def size_of(self, stored: Sequence[str], out_features: Sequence[int], in_features: int) -> int:
+        kept = [self._dtype or FLOAT_TYPES.get(kind, torch.float32) for kind in stored]
+        return sum(out_features) * in_features * functools.reduce(torch.promote_types, kept).itemsize
 
     def _stack(self, parts: list[torch.Tensor]) -> DenseWeight:
         rounded = [part if self._rounded_to is None else part.to(self._rounded_to) for part in parts]

@@ -6,6 +6,7 @@ fp32: the float formats multiply in fp32, the integer ones round each row's grou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from pagedserve.errors import ConfigError
 from pagedserve.kernels import native, ops
-from pagedserve.quantization.gguf import as_dense, check_rows, dequantize, type_number
+from pagedserve.quantization.gguf import FLOAT_TYPES, as_dense, check_rows, dequantize, type_number
 from pagedserve.quantization.method import LinearWeight, QuantMethod, RoundingError, as_list
 
 _FORMAT_OF_DTYPE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -152,6 +153,19 @@ class PackedMethod(QuantMethod):
                 made.append((wanted, dequantize(kind, part), None))
         return _stack(made, in_features)
 
+    def size_of(self, stored: Sequence[str], out_features: Sequence[int], in_features: int) -> int:
+        num_bytes = 0
+        parts = zip(map(self._planned_format, stored), out_features, strict=True)
+        for fmt, run in itertools.groupby(parts, lambda part: part[0]):
+            _check_groups(fmt, in_features)
+            num_bytes += native.PackedMatrix.num_bytes(fmt, sum(rows for _, rows in run), in_features)
+        return num_bytes
+
+    def _planned_format(self, kind: str) -> str:
+        if kind in FLOAT_TYPES:
+            return self._format_for(_FORMAT_OF_DTYPE[FLOAT_TYPES[kind]])
+        return self._format_for(native.linear_format_of_ggml_type(type_number(kind)) or "float32")
+
     def _format_for(self, stored: str) -> str:
         if self._format == "auto":
             return stored
@@ -178,11 +192,7 @@ def _stack(parts: list[_Part], in_features: int) -> LinearWeight:
 
 def _pack(parts: list[_Part], in_features: int) -> PackedWeight:
     fmt = parts[0][0]
-    if _BITS[fmt] <= 8 and in_features % GROUP:
-        raise ConfigError(
-            f"{fmt} weights need rows of a multiple of {GROUP} numbers, here are {in_features}: "
-            "use --weights-dtype bfloat16"
-        )
+    _check_groups(fmt, in_features)
     packed = native.PackedMatrix(fmt, sum(rows.shape[0] for _, rows, _ in parts), in_features)
     first = 0
     error: RoundingError | None = None
@@ -196,6 +206,14 @@ def _pack(parts: list[_Part], in_features: int) -> PackedWeight:
             packed.pack_ggml(first, rows, ggml_type)
         first += rows.shape[0]
     return PackedWeight(packed, error)
+
+
+def _check_groups(fmt: str, in_features: int) -> None:
+    if _BITS[fmt] <= 8 and in_features % GROUP:
+        raise ConfigError(
+            f"{fmt} weights need rows of a multiple of {GROUP} numbers, here are {in_features}: "
+            "use --weights-dtype bfloat16"
+        )
 
 
 def _rounding_error(packed: native.PackedMatrix, first: int, rows: torch.Tensor) -> RoundingError:

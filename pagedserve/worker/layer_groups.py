@@ -6,9 +6,14 @@ many layers, so that one pool of equal blocks serves every group and none has a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
-from pagedserve.step import LayerGroup
+import torch
+
+from pagedserve.attention import AttentionBackend
+from pagedserve.step import KVCacheSpec, LayerGroup
 
 # One large group with a few unused places is better than two small ones (fewer, larger blocks) up to this ratio.
 _MAX_PADDING = 1.25
@@ -32,6 +37,23 @@ def layer_groups(windows: Sequence[int | None], max_model_len: int) -> tuple[Lay
         # Spread evenly: 22 layers in groups of 4 are 4, 4, 4, 4, 3, 3 rather than 4, 4, 4, 4, 4, 2.
         groups += [LayerGroup(layers=tuple(layers[i::num_groups]), window=window) for i in range(num_groups)]
     return tuple(groups)
+
+
+def kv_cache_spec(
+    model: Any, attention: AttentionBackend, *, kv_dtype: torch.dtype, block_size: int, max_model_len: int
+) -> KVCacheSpec:
+    """The shape of one KV block for `model`, which is a loaded one or its config."""
+    groups = layer_groups(model.layer_windows, max_model_len)
+    layer_bytes = math.prod(attention.layer_block_shape) * kv_dtype.itemsize
+    return KVCacheSpec(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=block_size,
+        dtype=str(kv_dtype).removeprefix("torch."),
+        bytes_per_block=max(len(group.layers) for group in groups) * layer_bytes,
+        groups=groups,
+    )
 
 
 def layer_places(groups: Sequence[LayerGroup]) -> tuple[tuple[int, int], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,9 @@ from pagedserve.models.hf_config import resolve_max_model_len
 from pagedserve.models.loader import load_model, parse_config
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.sampling_params import SamplingParams
-from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, NewSequence, SchedulerOutput
+from pagedserve.step import MemoryPlan, ModelRunnerOutput, NewSequence, SchedulerOutput
 from pagedserve.worker.kv_storage import KVStorage
-from pagedserve.worker.layer_groups import layer_groups, layer_places
+from pagedserve.worker.layer_groups import kv_cache_spec, layer_places
 from pagedserve.worker.memory import free_memory, make_plan, usable_cores
 from pagedserve.worker.model_runner import ModelRunner
 from pagedserve.worker.rows import Rows
@@ -52,8 +51,8 @@ class Worker:
         self._progress = progress
         self._vocab_limit = vocab_limit
         self._device = _device(model.device)
-        self._dtype = _dtype(model.dtype, self._device, files)
-        self._kv_dtype = self._dtype if cache.kv_cache_dtype == "auto" else getattr(torch, cache.kv_cache_dtype)
+        self._dtype = activation_dtype(model.dtype, self._device, files)
+        self._kv_dtype = kv_cache_dtype(cache, self._dtype)
         self._model: Any = None
         self._attention: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
@@ -103,9 +102,16 @@ class Worker:
 
     def plan_memory(self) -> MemoryPlan:
         """Sizes of both pools from what is free now, after the weights. Raises ConfigError when nothing useful fits."""
+        assert self._attention is not None, "load_model comes first"
         return make_plan(
             cache=self._cache,
-            spec=self._kv_cache_spec(),
+            spec=kv_cache_spec(
+                self._model,
+                self._attention,
+                kv_dtype=self._kv_dtype,
+                block_size=self._cache.block_size,
+                max_model_len=self._max_model_len,
+            ),
             weights_bytes=self._model.weights_bytes,
             free_bytes=free_memory(self._device),
             free_host_bytes=free_memory(torch.device("cpu")),
@@ -148,20 +154,6 @@ class Worker:
         torch.set_num_threads(self._outer_num_threads)
         self._runner = self._model = self._attention = None
 
-    def _kv_cache_spec(self) -> KVCacheSpec:
-        assert self._attention is not None, "load_model comes first"
-        groups = layer_groups(self._model.layer_windows, self._max_model_len)
-        layer_bytes = math.prod(self._attention.layer_block_shape) * self._kv_dtype.itemsize
-        return KVCacheSpec(
-            num_layers=self._model.num_layers,
-            num_kv_heads=self._model.num_kv_heads,
-            head_dim=self._model.head_dim,
-            block_size=self._cache.block_size,
-            dtype=str(self._kv_dtype).removeprefix("torch."),
-            bytes_per_block=max(len(group.layers) for group in groups) * layer_bytes,
-            groups=groups,
-        )
-
 
 def _device(name: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
@@ -170,7 +162,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
-def _dtype(name: str, device: torch.device, files: ModelFiles) -> torch.dtype:
+def activation_dtype(name: str, device: torch.device, files: ModelFiles) -> torch.dtype:
     """The type of activations: by default float32 on CPUs (exact, and what their kernels take), on GPUs the half
     precision that the model was trained in."""
     if name != "auto":
@@ -179,6 +171,11 @@ def _dtype(name: str, device: torch.device, files: ModelFiles) -> torch.dtype:
         return torch.float32
     stored = files.config.get("dtype", files.config.get("torch_dtype"))
     return torch.float16 if stored == "float16" else torch.bfloat16
+
+
+def kv_cache_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values: by default that of the activations."""
+    return dtype if cache.kv_cache_dtype == "auto" else getattr(torch, cache.kv_cache_dtype)
 
 
 def _warm_up_steps(num_groups: int) -> list[SchedulerOutput]:

@@ -44,3 +44,6 @@ class DenseMethod(QuantMethod):
             kinds *= len(parts)
         dense = [dequantize(part, GGMLQuantizationType[kind]) for kind, part in zip(kinds, parts, strict=True)]
         return DenseWeight(torch.from_numpy(np.concatenate(dense)).reshape(-1, in_features))
+
+    def size_of(self, stored: Sequence[str], out_features: Sequence[int], in_features: int) -> int:
+        return 4 * sum(out_features) * in_features
