@@ -43,6 +43,7 @@ class ModelConfig:
         choices=("auto", "native", "transformers"),
     )
     attention_backend: str | None = flag(None, help="force an attention backend (default: the first that fits)")
+    enforce_eager: bool = flag(False, help="run every step op by op: no CUDA graphs, and on CPUs no step program")
     device: str = flag("auto", help="auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     num_threads: int | None = flag(None, help="threads of the CPU kernels (default: the cores this process may use)")
     seed: int = flag(0, help="seed of whatever is random in loading (dummy weights)")

@@ -44,6 +44,10 @@ class AttentionBackend(ABC):
     """One way to compute paged attention. Every backend gives the numbers of `reference` within tolerance."""
 
     name: ClassVar[str]
+    # Why its launches cannot be captured and replayed with other lengths, or None. Whoever can takes everything that
+    # changes from step to step from tensors of the metadata, at `max_query_len` 1 and the model's own `max_seq_len`,
+    # and does nothing for a row of no context (`seq_lens` 0), whatever its query.
+    why_not_captured: ClassVar[str | None] = "it looks at lengths on the host"
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -1,153 +1,39 @@
-"""Steps as captured programs: the model's code runs once, what it asked of the device is replayed.
-
-On CPUs a step program of native ops, good for any number of rows. Where the model does something that a program cannot
-express, steps run op by op, and one line in the log says why.
-"""
+"""How a device runs steps: CPUs by a step program, NVIDIA GPUs by CUDA graphs of decode steps, or op by op."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pagedserve.kernels import capture, cpu, native, ops
-from pagedserve.layers.attention import ForwardContext
+from pagedserve.attention import AttentionBackend
 from pagedserve.log import get_logger
+from pagedserve.worker.decode_graphs import DecodeGraphs, DecodeShape
+from pagedserve.worker.step_inputs import StepGraph, StepInputs
+from pagedserve.worker.step_program import StepProgramGraph
 
 logger = get_logger(__name__)
 
-
-@dataclass(slots=True, kw_only=True)
-class StepInputs:
-    """What one forward is given."""
-
-    token_ids: torch.Tensor  # int64 [num_tokens]
-    positions: torch.Tensor  # int64 [num_tokens]
-    last_tokens: torch.Tensor  # int64 [num_sampled]: the tokens whose logits are wanted
-    context: ForwardContext
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        return self.token_ids.shape[0], self.last_tokens.shape[0]
+Samples = Callable[[], tuple[StepInputs, StepInputs]]
+MakeGraph = Callable[[Any, Samples], StepGraph]
 
 
-class StepGraph:
-    """One model's forward and logits. The results lie in memory that the next step overwrites."""
-
-    def __init__(self, model: Any, samples: Callable[[], tuple[StepInputs, StepInputs]]) -> None:
-        """`samples` makes inputs of two sizes whose tokens are kept nowhere."""
-        self._model = model
-        self._samples = samples
-        self._program: native.StepProgram | None = None
-        self._captured_for: tuple[int, ...] | None = None
-        self._paths: list[_Path] = []
-        self._results: list[torch.Tensor] = []
-
-    @property
-    def op_names(self) -> list[str]:
-        """The ops of a captured step in order; empty where steps run op by op."""
-        return [] if self._program is None else [name for name, _ in self._program.ops]
-
-    def __call__(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [num_tokens, hidden] and logits fp32 [num_sampled, vocab]."""
-        kv_cache = inputs.context.kv_cache
-        pool = (kv_cache.data_ptr(), *kv_cache.shape)
-        if pool != self._captured_for:
-            self._captured_for = pool
-            self._capture()
-        if self._program is None:
-            return self.run_eagerly(inputs)
-        return self._replay(inputs)
-
-    def run_eagerly(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, op by op."""
-        hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.context)
-        last = ops.embedding(hidden, inputs.last_tokens, hidden.dtype)
-        return hidden, self._model.compute_logits(last)
-
-    def _replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        program = self._program
-        assert program is not None
-        counts = inputs.counts
-        for i, count in enumerate(counts):
-            if self._results[i].shape[0] < count:
-                self._results[i] = torch.empty((count + count // 4, self._results[i].shape[1]), dtype=torch.float32)
-        hidden, logits = self._results
-        addresses = [_address(path.of(inputs)) for path in self._paths]
-        program.run(counts, [*addresses, hidden.data_ptr(), logits.data_ptr()])
-        return hidden[: counts[0]], logits[: counts[1]]
-
-    def _capture(self) -> None:
-        self._program = None
-        if self._captured_for is None or not native.available():
-            return
-        samples = self._samples()
-        if not samples[0].context.kv_cache.is_cpu:
-            return
-        self._paths = list(_paths(samples[0]))
-        try:
-            self._program = capture.capture(
-                tuple(
-                    capture.Sample(
-                        function=lambda inputs=inputs: self.run_eagerly(inputs),
-                        inputs=[_place(path.of(inputs)) for path in self._paths],
-                        counts=inputs.counts,
-                    )
-                    for inputs in samples
-                )
-            )
-        except capture.NotCapturableError as error:
-            logger.info("steps run op by op: %s cannot be part of a step program", error)
-            return
-        self._verify(samples[1])
-
-    def _verify(self, inputs: StepInputs) -> None:
-        """A program is believed when it has given the bits of the ops it stands for."""
-        wanted = self.run_eagerly(inputs)
-        self._results = [x.new_empty((0, x.shape[1])) for x in wanted]
-        found = self._replay(inputs)
-        if not all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(wanted, found, strict=True)):
-            logger.warning("steps run op by op: their step program gives other numbers; please report this")
-            self._program = None
+def graph_maker(
+    attention: AttentionBackend, device: torch.device, shape: DecodeShape, *, enforce_eager: bool
+) -> MakeGraph:
+    """What a ModelRunner makes its graph with."""
+    if enforce_eager:
+        return lambda model, samples: StepGraph(model)
+    if device.type == "cpu":
+        return StepProgramGraph
+    if reason := attention.why_not_captured:
+        logger.info("decode steps run op by op: attention by %s cannot be captured: %s", attention.name, reason)
+        return lambda model, samples: StepGraph(model)
+    return lambda model, samples: DecodeGraphs(model, attention, _capture_device(device), shape)
 
 
-# ---- where in the inputs addresses come from ------------------------------------------------------------------
+def _capture_device(device: torch.device) -> Any:
+    from pagedserve.worker.cuda_graphs import CudaCapture
 
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """The way from StepInputs to a tensor or an AttentionRows."""
-
-    steps: tuple[str | int, ...]
-
-    def of(self, inputs: StepInputs) -> torch.Tensor | cpu.AttentionRows:
-        value: Any = inputs
-        for step in self.steps:
-            value = getattr(value, step) if isinstance(step, str) else value[step]
-        return value
-
-
-def _paths(value: Any, steps: tuple[str | int, ...] = ()) -> Iterator[_Path]:
-    """Everything in the inputs that a native call may be given the address of; the pool stays where it is."""
-    if steps[-1:] == ("kv_cache",):
-        return
-    if isinstance(value, torch.Tensor | cpu.AttentionRows):
-        yield _Path(steps)
-    elif dataclasses.is_dataclass(value):
-        for part in dataclasses.fields(value):
-            yield from _paths(getattr(value, part.name), (*steps, part.name))
-    elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            yield from _paths(part, (*steps, i))
-
-
-def _address(value: torch.Tensor | cpu.AttentionRows) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value.struct.address
-
-
-def _place(value: torch.Tensor | cpu.AttentionRows) -> tuple[int, int]:
-    """Address and bytes."""
-    return _address(value), value.nbytes
+    return CudaCapture(device)

@@ -18,12 +18,14 @@ from pagedserve.layers.attention import ForwardContext
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory, TokenMasks
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.step import ModelRunnerOutput, SchedulerOutput
-from pagedserve.worker.graphs import StepGraph, StepInputs
+from pagedserve.worker.graphs import MakeGraph
 from pagedserve.worker.input_batch import InputBatch, gather, sample_batches
 from pagedserve.worker.kv_storage import KVStorage
 from pagedserve.worker.pooling import pooled
 from pagedserve.worker.prompt_logprobs import prompt_logprobs
 from pagedserve.worker.rows import Rows
+from pagedserve.worker.step_inputs import StepInputs
+from pagedserve.worker.step_program import StepProgramGraph
 
 
 class ModelRunner:
@@ -39,6 +41,7 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         places: tuple[tuple[int, int], ...] = (),
+        make_graph: MakeGraph = StepProgramGraph,
     ) -> None:
         """`model` is a class of `pagedserve.models`; for `places` see ForwardContext."""
         self._model = model
@@ -48,7 +51,7 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
         self._places = places
-        self.graph = StepGraph(model, self._samples)
+        self.graph = make_graph(model, self._samples)
         # The batch of the last step, and what it was made for: decoding samples the same rows step after step.
         self._batch_key: tuple[int, list[int]] | None = None
         self._batch: SamplingBatch | None = None
@@ -75,6 +78,11 @@ class ModelRunner:
         result.forward_seconds = time.perf_counter() - started
         result.swap_seconds = swap_seconds
         return result
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """See StepGraph.capture_next."""
+        return self.graph.capture_next()
 
     def _inputs(self, batch: InputBatch, last_tokens: np.ndarray) -> StepInputs:
         build = partial(

@@ -19,6 +19,8 @@ from pagedserve.models.loader import load_model, parse_config
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import MemoryPlan, ModelRunnerOutput, NewSequence, SchedulerOutput
+from pagedserve.worker.decode_graphs import DecodeShape
+from pagedserve.worker.graphs import graph_maker
 from pagedserve.worker.kv_storage import KVStorage
 from pagedserve.worker.layer_groups import kv_cache_spec, layer_places
 from pagedserve.worker.memory import free_memory, make_plan, usable_cores
@@ -131,23 +133,38 @@ class Worker:
             dtype=self._kv_dtype,
             device=self._device,
         )
+        num_groups = len(plan.spec.layer_groups)
+        shape = DecodeShape(
+            max_num_rows=self._scheduler.max_num_seqs,
+            max_model_len=self._max_model_len,
+            block_size=plan.spec.block_size,
+            num_groups=num_groups,
+        )
         self._runner = ModelRunner(
             self._model,
             attention=self._attention,
             storage=storage,
-            rows=Rows(self._scheduler.max_num_seqs, plan.spec.block_size, num_groups=len(plan.spec.layer_groups)),
+            rows=Rows(self._scheduler.max_num_seqs, plan.spec.block_size, num_groups=num_groups),
             sampler=Sampler(self._model.vocab_size, self._vocab_limit),
             device=self._device,
             places=layer_places(plan.spec.layer_groups),
+            make_graph=graph_maker(
+                self._attention, self._device, shape, enforce_eager=self._model_config.enforce_eager
+            ),
         )
         self._progress("warming up")
-        for step in _warm_up_steps(len(plan.spec.layer_groups)):
+        for step in _warm_up_steps(num_groups):
             self._runner.execute(step)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
         assert self._runner is not None, "allocate comes first"
         return self._runner.execute(output)
+
+    def use_quiet_moment(self) -> bool:
+        """Does one piece of work that makes later steps faster, while nobody waits; False where none is left."""
+        assert self._runner is not None, "allocate comes first"
+        return self._runner.capture_next()
 
     def shutdown(self) -> None:
         """Lets go of weights and pools, and gives the process its threads back; safe to call twice."""

@@ -25,7 +25,7 @@ KNOWN_FLAGS = set(
     host port served-model-name api-key allowed-origins strict shutdown-timeout max-body-size log-level log-format
     log-requests data-dir data-dir-quota batch-concurrency tool-call-parser reasoning-parser
     model tokenizer revision dtype weights-dtype max-model-len load-format attention-backend device num-threads seed
-    model-impl
+    model-impl enforce-eager
     block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype kv-cache-resident swap-space
     enable-prefix-caching
     max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode watermark request-timeout

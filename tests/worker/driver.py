@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pagedserve import quantization
-from pagedserve.attention import BACKENDS
+from pagedserve.attention import BACKENDS, AttentionBackend
 from pagedserve.model_files import resolve
 from pagedserve.models.loader import load_model, parse_config
 from pagedserve.sampling.sampler import Sampler
@@ -54,13 +54,14 @@ class Driver:
         num_host_blocks: int = 32,
         vocab_limit: int | None = None,
         native: bool = False,
+        backend: type[AttentionBackend] | None = None,
     ) -> None:
         files = resolve(str(checkpoint))
         config = parse_config(files)
         spec = config.attention_spec(
             block_size=BLOCK_SIZE, dtype=torch.float32, kv_cache_dtype=torch.float32, device=CPU
         )
-        attention = BACKENDS.resolve("cpu" if native else "reference")(spec)
+        attention = (backend or BACKENDS.resolve("cpu" if native else "reference"))(spec)
         quant = quantization.select("auto", CPU) if native else DenseMethod()
         model = load_model(files, config, attention=attention, quant=quant, dtype=torch.float32, device=CPU)
         self.storage = KVStorage(

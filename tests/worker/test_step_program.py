@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pagedserve.kernels import native
-from pagedserve.worker.graphs import StepGraph, StepInputs
+from pagedserve.worker.step_inputs import StepInputs
+from pagedserve.worker.step_program import StepProgramGraph
 from tests.helpers.checkpoints import llama_config, llama_shapes, random_tensors, write_checkpoint
 from tests.helpers.gguf_files import write_llama_gguf
 from tests.worker.driver import Driver
@@ -24,7 +25,7 @@ PROMPTS = [[(31 * i * i + 7 * i + p) % 320 for i in range(length)] for p, length
 class Compared:
     """A graph whose every step is computed again op by op: the second time over, keys and values are the same."""
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepProgramGraph) -> None:
         self._graph = graph
         self.shapes: list[tuple[int, int]] = []
 

@@ -10,7 +10,7 @@ from pagedserve.kernels import native
 from tests.helpers.hf_checkpoints import write_random
 from tests.models.test_architectures import CASES
 from tests.worker.driver import Driver
-from tests.worker.test_graphs import compared_driver, mixed_steps
+from tests.worker.test_step_program import compared_driver, mixed_steps
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built here")
 
