@@ -103,6 +103,10 @@ class SchedulerConfig:
     preemption_mode: str = flag(
         "auto", help="what happens to a victim's blocks: auto takes the cheaper", choices=("auto", "swap", "recompute")
     )
+    async_scheduling: bool | None = flag(
+        None,
+        help="decide the next step while one runs (default: where the device computes beside the host, as GPUs do)",
+    )
     watermark: float = flag(0.01, help="share of the blocks kept free when new requests are admitted")
     request_timeout: float | None = flag(None, help="seconds a request may take unless it says otherwise")
 

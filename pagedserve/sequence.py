@@ -59,7 +59,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One stream of tokens; `0 <= num_computed_tokens <= len(token_ids) + len(draft_token_ids)`."""
+    """One stream of tokens; `0 <= num_computed_tokens <= num_tokens`."""
 
     seq_id: int
     choice_index: int
@@ -67,6 +67,8 @@ class Sequence:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
+    # Tokens (0 or 1) that a step under way draws: the next step computes them without anybody here knowing them yet.
+    num_placeholders: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -76,12 +78,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + len(self.draft_token_ids)
+        return len(self.token_ids) + len(self.draft_token_ids) + self.num_placeholders
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """The one subtraction that replaces phases: what a step may be asked to compute."""
-        return len(self.token_ids) + len(self.draft_token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + len(self.draft_token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

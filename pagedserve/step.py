@@ -124,8 +124,10 @@ class SchedulerOutput:
     then the block-table columns of the scheduled sequences, the forward, and sampling.
 
     Scheduled sequences are columns in batch order. A row is sampled when it will have computed all tokens it has:
-    `num_computed[i] + num_scheduled[i] == len(token_ids of the row)`. `shared_logits` names children, forked in this
-    step from a parent that is scheduled in this step, that draw their first token from the parent's logits.
+    `num_computed[i] + num_scheduled[i] == len(token_ids of the row)`. The token that the step before draws counts among
+    them, even where that step is still under way and nobody outside the device knows the token. `shared_logits` names
+    children, forked in this step from a parent that is scheduled in this step, that draw their first token from the
+    parent's logits.
     """
 
     step_id: int
@@ -141,9 +143,6 @@ class SchedulerOutput:
     shared_logits: list[tuple[int, int]] = field(default_factory=list)  # (child seq_id, parent seq_id)
     appended: list[tuple[int, int]] = field(default_factory=list)  # (seq_id, token_id)
     released: list[int] = field(default_factory=list)
-    # Sampled sequences whose tokens are limited, and for each a row of 32-bit words (little endian): bit i is token i.
-    masked_seq_ids: list[int] = field(default_factory=list)
-    token_masks: bytes | bytearray = b""
     block_ops: BlockOps = field(default_factory=BlockOps)
 
     @property
@@ -153,6 +152,19 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         return not (self.seq_ids or self.released or self.block_ops)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingInput:
+    """What a step needs only when it draws: the forward begins without it.
+
+    `masked_seq_ids` are sampled sequences whose tokens are limited; `token_masks` has a row of 32-bit words (little
+    endian) for each of them: bit i is token i.
+    """
+
+    step_id: int
+    masked_seq_ids: list[int] = field(default_factory=list)
+    token_masks: bytes | bytearray = b""
 
 
 @dataclass(slots=True, kw_only=True)

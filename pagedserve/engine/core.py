@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pagedserve import errors, model_files
 from pagedserve.config import EngineConfig
@@ -15,6 +16,7 @@ from pagedserve.engine.structured_output import StructuredOutputs
 from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError, RequestError
 from pagedserve.executor import EXECUTORS, Executor
+from pagedserve.executor.base import PendingStep
 from pagedserve.kv_cache.geometry import Geometry
 from pagedserve.log import get_logger
 from pagedserve.messages import (
@@ -54,11 +56,30 @@ STEP_FAILED = "the model's step for this request failed; other requests go on an
 Send = Callable[[FromCore], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step under way: what was decided, and what will come of it."""
+
+    decision: SchedulerOutput
+    pending: PendingStep
+
+
 class EngineCore:
     """Scheduler and executor, and the messages between them and the outside."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, send: Send, grammars: StructuredOutputs | None = None):
-        """Without `grammars`, requests for structured output are refused."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        send: Send,
+        grammars: StructuredOutputs | None = None,
+        *,
+        looks_ahead: bool = False,
+    ):
+        """Without `grammars`, requests for structured output are refused. With `looks_ahead`, a step is launched before
+        the results of the one before it are known, wherever it does not hang on them."""
+        self._looks_ahead = looks_ahead
+        self._launched: _Launched | None = None
         self.scheduler = scheduler
         self._executor = executor
         self._send = send
@@ -72,7 +93,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True where a step would do something, or where a state is still to be reported."""
-        return self.scheduler.has_work() or self._stats_are_stale
+        return self.scheduler.has_work() or self._launched is not None or self._stats_are_stale
 
     def handle(self, message: ToCore) -> None:
         """Take one message in; answers go out at once, tokens with the steps."""
@@ -92,29 +113,46 @@ class EngineCore:
                 self.is_closing = True
 
     def step(self) -> bool:
-        """Schedule, compute, record, send; False where requests wait but none could run.
+        """Bring one step to its end, and maybe launch the next before; False where requests wait but none could run.
 
         A step that raises costs the requests in it, and nothing else; EngineDeadError after five of them in a row.
         """
-        if not self.scheduler.has_work():
+        if self._launched is None and not self.scheduler.has_work():
             self._send_stats()
             return True
         if self._grammars is not None and self._grammars.num_pending:
             self._take_grammars(self._grammars)
-        decision = self.scheduler.schedule()
+        step = self._launched
+        if step is None:
+            step = self._launch(self.scheduler.schedule())
+            step.pending.sample(self.scheduler.sampling_input(step.decision))
+        ahead = self.scheduler.schedule_ahead() if self._looks_ahead else None
+        self._launched = None if ahead is None else self._launch(ahead)
+        outputs = self._record(step)
+        if self._launched is not None:
+            self._launched.pending.sample(self.scheduler.sampling_input(self._launched.decision))
+        self._stats_are_stale = False
+        self._send(outputs)
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed; the engine core ends")
+        return self._has_moved(step.decision, outputs)
+
+    def _launch(self, decision: SchedulerOutput) -> _Launched:
+        return _Launched(decision, self._executor.submit(decision))
+
+    def _record(self, step: _Launched) -> EngineCoreOutputs:
+        decision = step.decision
         try:
-            result = self._executor.submit(decision).result()
-            outputs = self.scheduler.update(decision, result)
+            outputs = self.scheduler.update(decision, step.pending.result())
             self._num_failed_steps = 0
         except Exception:
             log.exception("step %d failed; its requests: %s", decision.step_id, self._names(decision))
             outputs = self.scheduler.fail_step(decision, STEP_FAILED)
             self._num_failed_steps += 1
-        self._stats_are_stale = False
-        self._send(outputs)
-        if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed; the engine core ends")
-        has_moved = not decision.is_empty or bool(outputs.finished)
+        return outputs
+
+    def _has_moved(self, decision: SchedulerOutput, outputs: EngineCoreOutputs) -> bool:
+        has_moved = not decision.is_empty or bool(outputs.finished) or self._launched is not None
         if not has_moved and self._grammars is not None:
             has_moved = self._grammars.wait(GRAMMAR_WAIT_SECONDS)
         self._num_stalled_steps = 0 if has_moved else self._num_stalled_steps + 1
@@ -242,7 +280,10 @@ def build_core(
     )
     clock.end()
     log.info("%s", describe_plan(plan, max_model_len, geometry))
-    core = EngineCore(scheduler, executor, send, grammars)
+    looks_ahead = config.scheduler.async_scheduling
+    if looks_ahead is None:
+        looks_ahead = executor.computes_beside_host
+    core = EngineCore(scheduler, executor, send, grammars, looks_ahead=looks_ahead)
     return core, Ready(plan=plan, max_model_len=max_model_len, phases=clock.seconds)
 
 

@@ -298,7 +298,7 @@ class StructuredOutputs:
         return True
 
     def fill_masks(self, matchers: Sequence[Matcher]) -> bytearray:
-        """Masks as `step.SchedulerOutput.token_masks` has them, a row a matcher."""
+        """Masks as `step.SamplingInput.token_masks` has them, a row a matcher."""
         assert self._table is not None
         buffer = bytearray(4 * len(matchers) * self._table.num_words)
         masks = np.frombuffer(buffer, dtype=np.uint32).reshape(len(matchers), -1)

@@ -12,20 +12,25 @@ from typing import Protocol
 
 from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedserve.model_files import ModelFiles
-from pagedserve.step import MemoryPlan, ModelRunnerOutput, SchedulerOutput
+from pagedserve.step import MemoryPlan, ModelRunnerOutput, SamplingInput, SchedulerOutput
 
 # Called with the name of a start-up phase as it begins.
 Progress = Callable[[str], None]
 
 
 class PendingStep(Protocol):
-    """A step that was submitted: `result()` waits for it and raises what it raised."""
+    """A step that was submitted. What goes wrong in it is raised by `result`, and by nothing else."""
 
-    def result(self) -> ModelRunnerOutput: ...
+    def sample(self, sampling: SamplingInput) -> None:
+        """Hand over what its draws need; to be called once, when the results of all steps before it are known."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for what it drew."""
 
 
 class Executor(ABC):
-    """Workers behind one face. Called in this order: load, plan_memory, allocate, then submit once a step.
+    """Workers behind one face. Called in this order: load, plan_memory, allocate, then for each step submit and the
+    pending step's sample and result. A second step may be submitted before the first one's result is asked for.
 
     `vocab_limit` is the number of ids that the tokenizer can decode, or None for all that the model has.
     """
@@ -62,9 +67,14 @@ class Executor(ABC):
     def allocate(self, plan: MemoryPlan) -> None:
         """Make the KV pools of that size on every worker, and whatever must be warm before the first step."""
 
+    @property
+    def computes_beside_host(self) -> bool:
+        """Whether steps run while this thread goes on, so that it pays to decide the next one meanwhile."""
+        return False
+
     @abstractmethod
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        """Start one step; steps run in the order in which they were submitted."""
+        """Start one step's forward; steps run in the order in which they were submitted."""
 
     @abstractmethod
     def shutdown(self) -> None:

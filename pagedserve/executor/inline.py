@@ -1,21 +1,45 @@
-"""The worker in this very process and thread: one device, no transport, debuggable with a breakpoint."""
+"""The worker in this very process: one device, no transport, debuggable with a breakpoint."""
 
 from __future__ import annotations
 
 import sys
-from concurrent.futures import Future
 from typing import Any
 
 from pagedserve.executor.base import Executor, PendingStep, Progress
 from pagedserve.registry import load
-from pagedserve.step import MemoryPlan, ModelRunnerOutput, SchedulerOutput
+from pagedserve.step import MemoryPlan, ModelRunnerOutput, SamplingInput, SchedulerOutput
 
 # By name, so that the control plane imports without torch.
 WORKER = "pagedserve.worker.worker:Worker"
 
 
+class _Step:
+    """A step of the worker, and the first thing that went wrong with it."""
+
+    def __init__(self, worker: Any, output: SchedulerOutput):
+        self._worker = worker
+        self._step: Any = None
+        self._error: Exception | None = None
+        try:
+            self._step = worker.submit(output)
+        except Exception as error:
+            self._error = error
+
+    def sample(self, sampling: SamplingInput) -> None:
+        if self._error is None:
+            try:
+                self._worker.sample(self._step, sampling)
+            except Exception as error:
+                self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        if self._error is not None:
+            raise self._error
+        return self._worker.result(self._step)
+
+
 class InlineExecutor(Executor):
-    """Runs each step while it is submitted; the pending step that comes back is always done."""
+    """Calls the worker; whether a step is computed meanwhile or at once is the device's business."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -41,13 +65,12 @@ class InlineExecutor(Executor):
     def allocate(self, plan: MemoryPlan) -> None:
         self._worker.allocate(plan)
 
+    @property
+    def computes_beside_host(self) -> bool:
+        return self._worker.computes_beside_host
+
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        step: Future[ModelRunnerOutput] = Future()
-        try:
-            step.set_result(self._worker.execute(output))
-        except Exception as error:
-            step.set_exception(error)
-        return step
+        return _Step(self._worker, output)
 
     def shutdown(self) -> None:
         if self._worker is not None:

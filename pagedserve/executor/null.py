@@ -8,12 +8,11 @@ its prompt. What only a model can tell (log-probabilities, beams, vectors) fails
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from pagedserve.executor.base import Executor, PendingStep, Progress
-from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, NewSequence, SchedulerOutput
+from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, NewSequence, SamplingInput, SchedulerOutput
 
 _NUM_BLOCKS = 65_536
 _MAX_MODEL_LEN = 2048
@@ -27,12 +26,28 @@ class _Row:
     complaint: str | None
 
 
+@dataclass(slots=True)
+class _Step:
+    """Done as soon as it was submitted, and told when a device would be done."""
+
+    output: ModelRunnerOutput
+    done_at: float
+
+    def sample(self, sampling: SamplingInput) -> None:
+        pass
+
+    def result(self) -> ModelRunnerOutput:
+        time.sleep(max(self.done_at - time.monotonic(), 0.0))
+        return self.output
+
+
 class NullExecutor(Executor):
     """Plans a pool that nobody allocates, and answers with tokens of the prompt."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self._rows: dict[int, _Row] = {}
+        self._done_at = 0.0
 
     def load(self, progress: Progress) -> None:
         progress("loading nothing")
@@ -63,12 +78,10 @@ class NullExecutor(Executor):
         pass
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        step: Future[ModelRunnerOutput] = Future()
         result = self._execute(output)
         result.forward_seconds = len(result.seq_ids) / _TOKENS_PER_SECOND
-        time.sleep(result.forward_seconds)
-        step.set_result(result)
-        return step
+        self._done_at = max(self._done_at, time.monotonic()) + result.forward_seconds
+        return _Step(result, self._done_at)
 
     def shutdown(self) -> None:
         self._rows.clear()
@@ -87,13 +100,13 @@ class NullExecutor(Executor):
         sampled = [s for s, scheduled, computed in columns if scheduled + computed == rows[s].num_tokens]
         for seq_id in sampled + [child for child, _ in output.shared_logits]:
             row = rows[seq_id]
+            row.num_tokens += 1
             if row.complaint is not None:
                 result.errors[seq_id] = row.complaint
                 continue
             result.seq_ids.append(seq_id)
-            result.sampled_token_ids.append([row.prompt[row.num_tokens % len(row.prompt)]])
+            result.sampled_token_ids.append([row.prompt[(row.num_tokens - 1) % len(row.prompt)]])
             result.sampled_logprobs.append(0.0)
-            row.num_tokens += 1
         return result
 
 

@@ -24,6 +24,9 @@ from pagedserve.kv_cache.residency import Residency
 from pagedserve.sequence import Request, Sequence
 from pagedserve.step import BlockOps
 
+# Sequences of which a step completes a block, or the prompt, or leaves a block behind; and where what it computes ends.
+Writes = list[tuple[Sequence, int]]
+
 # Most sequences need no block in most steps; they share this list, which nobody changes.
 _NO_BLOCKS: list[int] = []
 
@@ -65,10 +68,7 @@ class KVCacheManager:
         self._tables: dict[int, BlockTable] = {}
         self._block_ops = BlockOps()
         self._replaced: list[tuple[int, int, int, int]] = []
-        # Sequences of which this step completes a block, or the prompt, or leaves a block behind.
-        self._completing: list[Sequence] = []
-        # Whether all tokens that count as computed are so: not while a step is under way, nor after one that failed.
-        self._is_settled = True
+        self._writes: Writes = []
         # Totals since the start.
         self.num_swapped_out_blocks = 0
         self.num_swapped_in_blocks = 0
@@ -116,12 +116,15 @@ class KVCacheManager:
         sequence.num_computed_tokens = num_tokens
 
     def release(self, sequence: Sequence) -> None:
-        """Give all blocks back; the table stays, empty, and nothing is computed."""
+        """Give all blocks back; the table stays, empty, and nothing is computed.
+
+        What counts as computed now can be found by others, so it must not be more than what steps have brought back.
+        """
         self._empty(sequence, self._tables[sequence.seq_id])
         sequence.num_computed_tokens = 0
 
     def close(self, sequence: Sequence) -> None:
-        """Give all blocks back and forget the table."""
+        """Give all blocks back and forget the table; for what can be found then, see `release`."""
         self._empty(sequence, self._tables.pop(sequence.seq_id))
 
     def row_block_ids(self, sequence: Sequence) -> list[int]:
@@ -207,22 +210,26 @@ class KVCacheManager:
             for lane in lanes:
                 lane.append(self.device.allocate())
         if end >= table.due:
-            self._completing.append(sequence)
+            self._writes.append((sequence, end))
             if is_inside:
                 for lane in lanes:
                     self.device.overwrite(lane[first], num_kept)
         return True
 
-    def commit(self) -> None:
-        """The step has been computed: blocks that it completed can be found from now on, and the end of a prompt; those
+    def take_writes(self) -> Writes:
+        """What the step that was just decided will complete: for `commit`, once it has."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def commit(self, writes: Writes) -> None:
+        """A step has been computed: blocks that it completed can be found from now on, and the end of a prompt; those
         that it left behind are free."""
-        self._is_settled = True
         block_size = self.block_size
-        for sequence in self._completing:
+        for sequence, num_computed in writes:
             table = self._tables.get(sequence.seq_id)
-            if table is None or table.on_host:
-                continue
-            num_computed, num_prompt_tokens = sequence.num_computed_tokens, sequence.num_prompt_tokens
+            if table is None or table.on_host or sequence.num_computed_tokens < num_computed:
+                continue  # it ended, or lost its blocks
+            num_prompt_tokens = sequence.num_prompt_tokens
             num_full = num_computed // block_size
             self._prefixes.register(sequence, table, min(num_full, table.max_findable))
             if num_full >= table.max_findable:
@@ -236,15 +243,9 @@ class KVCacheManager:
                     self._prefixes.register_tail(sequence, table)
             if self._has_windows:
                 self._slide(table, num_computed)
-        self._completing.clear()
-
-    def rollback(self) -> None:
-        """The step failed: nothing that it completed may be found."""
-        self._completing.clear()
 
     def take_block_ops(self) -> tuple[BlockOps, list[tuple[int, int, int, int]]]:
         """What is due to blocks before the next forward, and the table entries that copy-on-write replaced."""
-        self._is_settled = False
         self._prefixes.unpin()
         self._block_ops.discard = self._residency.take_unneeded()
         taken = self._block_ops, self._replaced
@@ -401,7 +402,7 @@ class KVCacheManager:
             self.device.retain(block)
 
     def _empty(self, sequence: Sequence, table: BlockTable) -> None:
-        if self._is_settled and not table.on_host:
+        if not table.on_host:
             self._prefixes.register_tail(sequence, table)
         pool = self.host if table.on_host else self.device
         for block in reversed(table.blocks):

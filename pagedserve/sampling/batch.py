@@ -76,7 +76,7 @@ class TokenMasks:
 
     @classmethod
     def unpack(cls, places: list[int], masks: bytes | bytearray, device: torch.device) -> TokenMasks:
-        """From `step.SchedulerOutput.token_masks`, one row of words for each of `places`."""
+        """From `step.SamplingInput.token_masks`, one row of words for each of `places`."""
         words = np.frombuffer(masks, dtype=np.int32).reshape(len(places), -1)
         if not words.flags.writeable:
             words = words.copy()  # torch knows no tensors that cannot be written

@@ -45,6 +45,8 @@ class Branching:
     num_children = 0
     # Whether a sequence may wait while its siblings go on.
     can_park = True
+    # Whether tokens are chosen here, from candidates: nothing can be computed before their step's results are known.
+    searches = False
 
     def __init__(self, params: SamplingParams):
         self._num_choices = params.num_sequences
@@ -105,6 +107,7 @@ class BeamSearch(Branching):
     """
 
     can_park = False
+    searches = True
 
     def __init__(self, params: SamplingParams, beam: BeamParams, stop: StopRule, first: Sequence):
         super().__init__(params)

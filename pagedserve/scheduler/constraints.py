@@ -15,7 +15,7 @@ from pagedserve.scheduler.group import Group
 from pagedserve.scheduler.groups import Groups
 from pagedserve.scheduler.stopping import StopRule
 from pagedserve.sequence import FinishReason, Request, Sequence
-from pagedserve.step import SchedulerOutput
+from pagedserve.step import SamplingInput, SchedulerOutput
 
 log = get_logger(__name__)
 
@@ -93,8 +93,8 @@ class Constraints:
         group.live[0].constraint = constraint
         self._by_id[group.request_id] = group
 
-    def write_masks(self, output: SchedulerOutput) -> None:
-        """Masks of the constrained rows that this step samples."""
+    def write_masks(self, output: SchedulerOutput, sampling: SamplingInput) -> None:
+        """Masks of the constrained rows that this step samples, once their tokens so far are known."""
         scheduled = set(output.seq_ids)
         scheduled.update(child for child, _ in output.shared_logits)
         rows: list[Sequence] = []
@@ -105,14 +105,14 @@ class Constraints:
                     sequence.constraint.follow(sequence.token_ids, sequence.num_prompt_tokens)
                     rows.append(sequence)
         if rows:
-            self._fill(output, rows)
+            self._fill(sampling, rows)
 
-    def _fill(self, output: SchedulerOutput, rows: list[Sequence]) -> None:
+    def _fill(self, sampling: SamplingInput, rows: list[Sequence]) -> None:
         assert self._fill_masks is not None, "a constrained request needs somebody who makes masks"
         constraints = [sequence.constraint for sequence in rows]
         try:
-            output.token_masks = self._fill_masks(constraints)
-            output.masked_seq_ids = [sequence.seq_id for sequence in rows]
+            sampling.token_masks = self._fill_masks(constraints)
+            sampling.masked_seq_ids = [sequence.seq_id for sequence in rows]
         except Exception:
             log.exception("masks could not be made; the requests that need them end")
             for constraint in constraints:

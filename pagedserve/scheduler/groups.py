@@ -15,6 +15,7 @@ from pagedserve.kv_cache.manager import KVCacheManager
 from pagedserve.messages import SchedulerStats
 from pagedserve.scheduler.branching import Row
 from pagedserve.scheduler.group import Group
+from pagedserve.scheduler.in_flight import InFlight
 from pagedserve.scheduler.outbox import Outbox
 from pagedserve.scheduler.queue import GroupQueue
 from pagedserve.scheduler.worker_rows import WorkerRows
@@ -29,6 +30,7 @@ class Groups:
         self.clock = clock
         self.rows = WorkerRows()
         self.outbox = Outbox()
+        self.in_flight = InFlight()
         self.by_id: dict[str, Group] = {}
         self.owners: dict[int, tuple[Sequence, Group]] = {}
         self.waiting = GroupQueue()
@@ -44,6 +46,8 @@ class Groups:
         self._filling: dict[int, Sequence] = {}
         self.num_live = 0
         self.num_seats = 0
+        # Running groups whose next tokens are chosen here, from all candidates.
+        self.num_searching = 0
         # Totals since the start; the rest of the fields is filled in by `snapshot`.
         self.stats = SchedulerStats()
         self.seconds_per_finish = 1.0
@@ -80,6 +84,7 @@ class Groups:
         group.live.remove(sequence)
         self.num_live -= 1
         self.rows.release(sequence)
+        self.in_flight.rewind(sequence)
         self.cache.release(sequence)
         self._filling.pop(sequence.seq_id, None)
         group.parked.insert(0, sequence)
@@ -125,6 +130,7 @@ class Groups:
         insort(self.running, group, key=lambda g: g.key)
         self.num_seats += group.num_seats
         self.num_live += len(group.live)
+        self.num_searching += group.branching.searches
         for sequence in group.live:
             self.begin_row(group, sequence)
         if group.parked:
@@ -137,6 +143,7 @@ class Groups:
         self.running.remove(group)
         self.num_live -= len(group.live)
         self.num_seats -= group.num_seats
+        self.num_searching -= group.branching.searches
         for groups in (self.parking, self.unforked):
             if group in groups:
                 groups.remove(group)
@@ -196,6 +203,7 @@ class Groups:
 
     def _forget(self, sequence: Sequence) -> None:
         self.rows.release(sequence)
+        self.in_flight.rewind(sequence)
         self.cache.close(sequence)
         del self.owners[sequence.seq_id]
 
@@ -234,6 +242,7 @@ class Groups:
         assert self.num_live == sum(len(g.live) for g in self.running)
         assert self.num_seats == sum(g.num_seats for g in self.running) <= max_num_seqs
         places = {SequenceStatus.RUNNING: self.running, SequenceStatus.SWAPPED: self.preempted}
+        assert self.num_searching == sum(g.branching.searches for g in self.running)
         num_sequences = 0
         for group in self.by_id.values():
             unfinished = group.live + group.parked
@@ -245,6 +254,7 @@ class Groups:
             assert is_there, f"{group.request_id} is {group.status} but not where it belongs"
             assert all(s.num_computed_tokens == 0 for s in group.parked)
             assert group.live or group in self.parking
+            assert all(0 <= s.num_computed_tokens <= s.num_tokens for s in unfinished)
         assert num_sequences == len(self.owners) == self.cache.num_tables
         assert len(self.by_id) == len(self.running) + len(self.waiting) + len(self.blocked) + len(self.preempted)
 

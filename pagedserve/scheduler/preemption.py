@@ -119,6 +119,7 @@ class Preemption:
         """Give all blocks back. The first sequence will be computed first, the others from what they share with it."""
         groups = self._groups
         for sequence in group.live:
+            groups.in_flight.rewind(sequence)
             groups.cache.release(sequence)
         leader, *others = sorted(group.live + group.parked, key=lambda s: s.seq_id)
         group.live, group.parked = [leader], others

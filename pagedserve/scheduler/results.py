@@ -49,6 +49,7 @@ class Results:
                 self._groups.end(group, FinishReason.LENGTH)
                 continue
             token_ids += sampled
+            sequence.num_placeholders = 0
             total = sequence.cumulative_logprob = sequence.cumulative_logprob + logprob
             reason = stop_reason = None
             if sampled[-1] in stop.token_ids or len(token_ids) >= stop.max_len:

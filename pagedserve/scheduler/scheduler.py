@@ -3,6 +3,10 @@
 One subtraction drives everything: a sequence needs the tokens it has minus those computed. Continuous batching, chunked
 prefill, prefix hits and returns after preemption are all that same number. Running groups go first, then those that
 wait, in the policy's order.
+
+A step may be decided while the one before it is still under way (`schedule_ahead`): the token that a sequence is about
+to get counts as one that it has, whatever it is. What hangs on tokens, or on memory that the step under way may free,
+waits for it: nobody gives way in such a step.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
-from itertools import count
+from itertools import chain, count
 
 from pagedserve.config import CacheConfig, SchedulerConfig
 from pagedserve.errors import (
@@ -32,14 +36,18 @@ from pagedserve.scheduler.queue import POLICIES, GroupQueue
 from pagedserve.scheduler.results import Results
 from pagedserve.scheduler.stopping import StopRule
 from pagedserve.sequence import FinishReason, Request, SequenceStatus
-from pagedserve.step import ModelRunnerOutput, SchedulerOutput
+from pagedserve.step import ModelRunnerOutput, SamplingInput, SchedulerOutput
 
 # Bounds of what a client is told to wait when the queue is full, in seconds.
 _RETRY_AFTER = (1, 60)
 
 
 class Scheduler:
-    """All requests from arrival to end. Calls alternate: `schedule`, then `update` or `fail_step` with its output."""
+    """All requests from arrival to end.
+
+    Calls alternate: `schedule`, `sampling_input` where the step computes something, then `update` or `fail_step` with
+    the step's output. With `schedule_ahead` a second step is decided before the first one's `update`.
+    """
 
     def __init__(
         self,
@@ -162,6 +170,21 @@ class Scheduler:
 
     # -- the decision --------------------------------------------------------------------------------------------------
 
+    def schedule_ahead(self) -> SchedulerOutput | None:
+        """Decide the step after the one under way; None where it has to wait for that one's results.
+
+        It waits for beams, which choose among candidates; where somebody might have to give way, or waits for others
+        to do so; and for blocks on their way to the host, of which nobody knows whether they will arrive.
+        """
+        groups = self._groups
+        under_way = groups.in_flight
+        if len(under_way) != 1 or groups.num_searching or groups.parking or under_way.last.block_ops.swap_out:
+            return None
+        if groups.running and groups.running[-1].is_idle and groups.waiting.num_urgent + groups.preempted.num_urgent:
+            return None
+        self._expect_tokens(under_way.last)
+        return self.schedule() if self._has_something_to_compute() and self._has_blocks_for_all() else None
+
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. May be empty, where nothing waits or only rows are to be released."""
         stats = self._groups.stats
@@ -182,9 +205,48 @@ class Scheduler:
         stats.num_step_tokens += self._max_num_batched_tokens - left
         self._groups.rows.record(output)
         output.block_ops, output.replaced_blocks = self._cache.take_block_ops()
-        if self._constraints:
-            self._constraints.write_masks(output)
+        self._groups.in_flight.begin(output, self._cache.take_writes())
         return output
+
+    def sampling_input(self, output: SchedulerOutput) -> SamplingInput:
+        """What the step needs when it draws; to be asked for once all steps before it have been recorded."""
+        sampling = SamplingInput(step_id=output.step_id)
+        if self._constraints:
+            self._constraints.write_masks(output, sampling)
+        return sampling
+
+    def _expect_tokens(self, output: SchedulerOutput) -> None:
+        """Sequences that the step under way samples go on with what they get, unless they are sure to end with it."""
+        owners = self._groups.owners
+        for seq_id in chain(output.seq_ids, (child for child, _ in output.shared_logits)):
+            if seq_id in owners:
+                sequence, group = owners[seq_id]
+                length = len(sequence.token_ids)
+                if length == sequence.num_computed_tokens and length + 1 < group.stop.max_len:
+                    sequence.num_placeholders = 1
+
+    def _has_something_to_compute(self) -> bool:
+        if any(sequence.num_uncomputed_tokens for group in self._groups.running for sequence in group.live):
+            return True
+        queue = self._next_queue()
+        head = None if queue is None else queue.peek()
+        return head is not None and self._can_enter(head)
+
+    def _has_blocks_for_all(self) -> bool:
+        """Whether all running groups can be served without anybody giving way."""
+        groups, cache = self._groups, self._cache
+        left, owed = self._max_num_batched_tokens, groups.num_live
+        if cache.num_free_blocks >= (2 * groups.num_live + left // cache.block_size) * cache.num_groups:
+            return True  # a block and a copy each, and what longer pieces fill
+        num_missing = 0
+        for group in groups.running:
+            if left <= 0:
+                break
+            ends = _ends(group, left, owed)
+            num_missing += cache.num_missing_blocks(group.live, ends)
+            left -= sum(ends) - sum(sequence.num_computed_tokens for sequence in group.live)
+            owed -= len(group.live)
+        return num_missing <= cache.num_free_blocks
 
     def _serve(self, output: SchedulerOutput, groups: list[Group], left: int, owed: int) -> int:
         """Grant tokens to the groups in order; returns what is left of the budget.
@@ -195,7 +257,7 @@ class Scheduler:
         write = self._cache.write
         seq_ids, num_scheduled = output.seq_ids, output.num_scheduled
         num_computed, new_block_ids = output.num_computed, output.new_block_ids
-        may_preempt = groups is self._groups.running
+        may_preempt = groups is self._groups.running and not self._groups.in_flight
         position = 0
         while left > 0 and position < len(groups):
             group = groups[position]
@@ -205,11 +267,13 @@ class Scheduler:
             for sequence in group.live:
                 owed -= 1
                 computed = sequence.num_computed_tokens
-                num_tokens = len(sequence.token_ids) + len(sequence.draft_token_ids) - computed
+                num_tokens = (
+                    len(sequence.token_ids) + len(sequence.draft_token_ids) + sequence.num_placeholders - computed
+                )
                 if num_tokens != 1:
                     num_tokens = min(num_tokens, max(left - owed, 1))
                     if num_tokens == 0:
-                        continue  # a beam whose siblings are not so far yet
+                        continue  # a beam whose siblings are not so far yet, or a sequence that is about to end
                 if left <= 0:
                     break
                 new_blocks = write(sequence, computed + num_tokens)
@@ -349,7 +413,7 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs:
         """Record what the step produced; returns the rows to report, and the requests that ended."""
-        self._cache.commit()
+        self._cache.commit(self._groups.in_flight.end(output))
         self._preemption.costs.observe(output, result)
         self._constraints.end_failed()
         self._results.record(output, result)
@@ -358,7 +422,6 @@ class Scheduler:
 
     def fail_step(self, output: SchedulerOutput, message: str) -> EngineCoreOutputs:
         """The step raised: the requests that it would have served end with `message`, all others live on."""
-        self._cache.rollback()
         for seq_id in output.seq_ids:
             owner = self._groups.owners.get(seq_id)
             if owner is not None:
@@ -371,6 +434,8 @@ class Scheduler:
                 self._preemption.recompute_later(
                     group, self._cache.num_held_blocks(group.live), self._cache.num_held_tokens(group.live)
                 )
+        if output in self._groups.in_flight:  # not where it failed while its results were recorded
+            self._groups.in_flight.end(output)
         return self._report()
 
     def _report(self) -> EngineCoreOutputs:

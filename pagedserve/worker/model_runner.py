@@ -7,6 +7,7 @@ how attention is computed in its backend, who runs is decided above. Be paranoid
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from pagedserve.attention import AttentionBackend
 from pagedserve.layers.attention import ForwardContext
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory, TokenMasks
 from pagedserve.sampling.sampler import Sampler
-from pagedserve.step import ModelRunnerOutput, SchedulerOutput
+from pagedserve.step import ModelRunnerOutput, SamplingInput, SchedulerOutput
 from pagedserve.worker.graphs import MakeGraph
 from pagedserve.worker.input_batch import InputBatch, gather, sample_batches
 from pagedserve.worker.kv_storage import KVStorage
@@ -28,8 +29,21 @@ from pagedserve.worker.step_inputs import StepInputs
 from pagedserve.worker.step_program import StepProgramGraph
 
 
+@dataclass(slots=True, kw_only=True)
+class RunningStep:
+    """A step from its forward to its result."""
+
+    output: SchedulerOutput
+    result: ModelRunnerOutput
+    started: float
+    batch: InputBatch | None = None  # None: nothing is computed
+    sampled: np.ndarray | None = None  # int64 [num_sampled], their places in the batch
+    hidden: torch.Tensor | None = None  # [num_tokens, hidden]
+    logits: torch.Tensor | None = None  # [num_sampled, vocab]
+
+
 class ModelRunner:
-    """Executes steps of one model on one device."""
+    """Executes steps of one model on one device: `submit`, `sample` and `result` for each of them, in order."""
 
     def __init__(
         self,
@@ -57,27 +71,37 @@ class ModelRunner:
         self._batch: SamplingBatch | None = None
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, output: SchedulerOutput) -> RunningStep:
         """Applies a step's differences in the order that SchedulerOutput documents, then computes what it schedules."""
         # Rows are bookkeeping that does not look at the pools: first, so that they are right even if a copy fails.
         self._rows.apply(output)
-        swap_seconds = self._storage.execute(output.block_ops)
-        if not output.seq_ids:
-            return ModelRunnerOutput(step_id=output.step_id, swap_seconds=swap_seconds)
-        started = time.perf_counter()
-        batch = gather(self._rows, output)
-        sampled = np.flatnonzero(batch.is_sampled)
-        hidden, logits = self.graph(self._inputs(batch, batch.query_start_loc[sampled + 1] - 1))
-        result = self._sample(output, sampled, logits)
+        result = ModelRunnerOutput(step_id=output.step_id)
+        result.swap_seconds = self._storage.execute(output.block_ops)
+        step = RunningStep(output=output, result=result, started=time.perf_counter())
+        if output.seq_ids:
+            step.batch = batch = gather(self._rows, output)
+            step.sampled = sampled = np.flatnonzero(batch.is_sampled)
+            step.hidden, step.logits = self.graph(self._inputs(batch, batch.query_start_loc[sampled + 1] - 1))
+        return step
+
+    @torch.inference_mode()
+    def sample(self, step: RunningStep, sampling: SamplingInput) -> None:
+        """Draws for the sequences whose tokens are all computed now, and tells what else the step is asked for."""
+        if step.batch is None:
+            return
+        result, seq_ids = step.result, step.output.seq_ids
+        self._sample(step, sampling)
         result.prompt_logprobs = prompt_logprobs(
-            self._rows, output.seq_ids, batch, hidden, self._model.compute_logits, self._sampler
+            self._rows, seq_ids, step.batch, step.hidden, self._model.compute_logits, self._sampler
         )
-        result.pooled, failed = pooled(self._rows, output.seq_ids, batch, hidden)
+        result.pooled, failed = pooled(self._rows, seq_ids, step.batch, step.hidden)
         result.errors.update(failed)
         # Sampling has brought tokens to the host, so the device is done.
-        result.forward_seconds = time.perf_counter() - started
-        result.swap_seconds = swap_seconds
-        return result
+        result.forward_seconds = time.perf_counter() - step.started
+
+    def result(self, step: RunningStep) -> ModelRunnerOutput:
+        """What the step drew."""
+        return step.result
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -107,13 +131,12 @@ class ModelRunner:
         first, second = sample_batches(self._rows.block_tables.block_size, self._rows.block_tables.num_groups)
         return self._inputs(*first), self._inputs(*second)
 
-    def _sample(self, output: SchedulerOutput, sampled: np.ndarray, logits: torch.Tensor) -> ModelRunnerOutput:
-        """Draws for the sequences whose tokens are all computed now, and for the children that share their logits.
-
-        `sampled`: int64 [num_sampled], their places in the batch; `logits`: [num_sampled, vocab].
-        """
+    def _sample(self, step: RunningStep, sampling: SamplingInput) -> None:
+        """Draws for the sampled sequences, and for the children that share their logits."""
+        output, result, logits, sampled = step.output, step.result, step.logits, step.sampled
+        assert logits is not None and sampled is not None
         if not len(sampled):
-            return ModelRunnerOutput(step_id=output.step_id)
+            return
         seq_ids = [output.seq_ids[i] for i in sampled.tolist()]
         if output.shared_logits:
             place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
@@ -124,22 +147,19 @@ class ModelRunner:
         rows = self._rows.rows_of(seq_ids)
         history = TokenHistory(self._rows.token_ids, rows, self._rows.num_tokens[rows])
         masks = None
-        if output.masked_seq_ids:
+        if sampling.masked_seq_ids:
             place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
-            places = [place[seq_id] for seq_id in output.masked_seq_ids]
-            masks = TokenMasks.unpack(places, output.token_masks, self._device)
+            places = [place[seq_id] for seq_id in sampling.masked_seq_ids]
+            masks = TokenMasks.unpack(places, sampling.token_masks, self._device)
         drawn = self._sampler(logits, self._sampling_batch(seq_ids), history, masks)
         has_token = drawn.token_ids >= 0
         self._rows.append(rows[has_token], drawn.token_ids[has_token])
-        return ModelRunnerOutput(
-            step_id=output.step_id,
-            seq_ids=seq_ids,
-            sampled_token_ids=[[t] if t >= 0 else [] for t in drawn.token_ids.tolist()],
-            sampled_logprobs=drawn.logprobs,
-            logprobs={seq_ids[i]: [entry] for i, entry in drawn.top_logprobs.items()},
-            candidates={seq_ids[i]: best for i, best in drawn.candidates.items()},
-            errors={seq_ids[i]: message for i, message in drawn.errors.items()},
-        )
+        result.seq_ids = seq_ids
+        result.sampled_token_ids = [[t] if t >= 0 else [] for t in drawn.token_ids.tolist()]
+        result.sampled_logprobs = drawn.logprobs
+        result.logprobs = {seq_ids[i]: [entry] for i, entry in drawn.top_logprobs.items()}
+        result.candidates = {seq_ids[i]: best for i, best in drawn.candidates.items()}
+        result.errors = {seq_ids[i]: message for i, message in drawn.errors.items()}
 
     def _sampling_batch(self, seq_ids: list[int]) -> SamplingBatch:
         key = (self._rows.generation, seq_ids)

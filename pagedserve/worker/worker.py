@@ -18,20 +18,20 @@ from pagedserve.models.hf_config import resolve_max_model_len
 from pagedserve.models.loader import load_model, parse_config
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.sampling_params import SamplingParams
-from pagedserve.step import MemoryPlan, ModelRunnerOutput, NewSequence, SchedulerOutput
+from pagedserve.step import MemoryPlan, ModelRunnerOutput, NewSequence, SamplingInput, SchedulerOutput
 from pagedserve.worker.decode_graphs import DecodeShape
 from pagedserve.worker.graphs import graph_maker
 from pagedserve.worker.kv_storage import KVStorage
 from pagedserve.worker.layer_groups import kv_cache_spec, layer_places
 from pagedserve.worker.memory import free_memory, make_plan, usable_cores
-from pagedserve.worker.model_runner import ModelRunner
+from pagedserve.worker.model_runner import ModelRunner, RunningStep
 from pagedserve.worker.rows import Rows
 
 logger = get_logger(__name__)
 
 
 class Worker:
-    """Called in this order: load_model, plan_memory, allocate, then execute once a step.
+    """Called in this order: load_model, plan_memory, allocate, then submit, sample and result for each step.
 
     `vocab_limit` is the number of ids that the tokenizer can decode, where that is less than the model's vocabulary.
     """
@@ -154,12 +154,29 @@ class Worker:
         )
         self._progress("warming up")
         for step in _warm_up_steps(num_groups):
-            self._runner.execute(step)
+            running = self._runner.submit(step)
+            self._runner.sample(running, SamplingInput(step_id=step.step_id))
+            self._runner.result(running)
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step."""
+    @property
+    def computes_beside_host(self) -> bool:
+        """Whether a step runs while whoever submitted it goes on."""
+        return self._device.type == "cuda"
+
+    def submit(self, output: SchedulerOutput) -> RunningStep:
+        """Launches one step's forward."""
         assert self._runner is not None, "allocate comes first"
-        return self._runner.execute(output)
+        return self._runner.submit(output)
+
+    def sample(self, step: RunningStep, sampling: SamplingInput) -> None:
+        """Launches the step's draws; the results of all steps before it were asked for."""
+        assert self._runner is not None, "allocate comes first"
+        self._runner.sample(step, sampling)
+
+    def result(self, step: RunningStep) -> ModelRunnerOutput:
+        """Waits for what the step drew."""
+        assert self._runner is not None, "allocate comes first"
+        return self._runner.result(step)
 
     def use_quiet_moment(self) -> bool:
         """Does one piece of work that makes later steps faster, while nobody waits; False where none is left."""

@@ -28,7 +28,7 @@ KNOWN_FLAGS = set(
     model-impl enforce-eager
     block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype kv-cache-resident swap-space
     enable-prefix-caching
-    max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode watermark request-timeout
+    max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode async-scheduling watermark request-timeout
     executor
     chat-template generation-config pooling-type max-logprobs health-timeout
     max-grammar-size grammar-timeout grammar-cache-size

@@ -92,6 +92,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks of 64": {"block_size": 64},
     "no prefix cache": {"enable_prefix_caching": False},
     "reference attention": {"attention_backend": "reference"},
+    "steps ahead": {"async_scheduling": True},
+    "steps ahead, chunks of 7": {"async_scheduling": True, "max_num_batched_tokens": 7},
 }
 
 
@@ -116,6 +118,13 @@ PREEMPTION: dict[str, dict[str, Any]] = {
         "swap_space": "64MiB",
         "max_num_batched_tokens": 7,
         "max_num_seqs": 16,
+    },
+    "recompute, steps ahead": {**FEW_BLOCKS, "preemption_mode": "recompute", "async_scheduling": True},
+    "swap, steps ahead": {
+        **FEW_BLOCKS,
+        "preemption_mode": "swap",
+        "swap_space": "64MiB",
+        "async_scheduling": True,
     },
 }
 
@@ -184,7 +193,14 @@ def test_a_cached_prefix_changes_nothing(model: Path, prompts: list[list[int]], 
 
 @pytest.mark.parametrize("params", [SEEDED, BEAM], ids=["seeded n=4", "beam=4"])
 @pytest.mark.parametrize(
-    "settings", [{"max_num_batched_tokens": 7}, {"block_size": 8}, {"enable_prefix_caching": False}]
+    "settings",
+    [
+        {"max_num_batched_tokens": 7},
+        {"block_size": 8},
+        {"enable_prefix_caching": False},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "max_num_batched_tokens": 7},
+    ],
 )
 def test_choices_do_not_depend_on_how_they_are_computed(
     model: Path, prompts: list[list[int]], params: SamplingParams, settings: dict[str, Any]
@@ -211,13 +227,22 @@ def test_logprobs_survive_chunks_and_preemption(model: Path, prompts: list[list[
         {"max_num_batched_tokens": 16},
         {"max_num_batched_tokens": 33, "max_num_seqs": 16},
         {**FEW_BLOCKS, "preemption_mode": "recompute", "max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "max_num_batched_tokens": 16},
     ):
         other_ids, other_numbers = told(**settings)
         assert other_ids == ids
         assert other_numbers == pytest.approx(numbers, abs=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {**FEW_BLOCKS, "max_num_batched_tokens": 16, "max_num_seqs": 16}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {**FEW_BLOCKS, "max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {**FEW_BLOCKS, "max_num_batched_tokens": 16, "max_num_seqs": 16, "async_scheduling": True},
+    ],
+)
 async def test_processes_and_streams_change_nothing(
     model: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]
 ) -> None:

@@ -44,9 +44,19 @@ from pagedserve.messages import (
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
-from pagedserve.step import KVCacheSpec, MemoryPlan, SchedulerOutput
+from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, SamplingInput, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+class BurntStep:
+    """A step whose forward never began."""
+
+    def sample(self, sampling: SamplingInput) -> None:
+        pass
+
+    def result(self) -> ModelRunnerOutput:
+        raise RuntimeError("a cable burns in /secret/path")
 
 
 class FaultyExecutor(InlineExecutor):
@@ -57,7 +67,7 @@ class FaultyExecutor(InlineExecutor):
     def submit(self, output: SchedulerOutput) -> PendingStep:
         if self.num_faults:
             self.num_faults -= 1
-            raise RuntimeError("a cable burns in /secret/path")
+            return BurntStep()
         return super().submit(output)
 
 
@@ -185,7 +195,7 @@ def test_a_worker_that_is_broken_for_good_ends_the_core(bench: Bench) -> None:  
 
 def test_a_scheduler_that_serves_nobody_ends_the_core(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.add()
-    monkeypatch.setattr(bench.scheduler, "schedule", lambda: SchedulerOutput(step_id=1))
+    monkeypatch.setattr(bench.scheduler, "_admit", lambda output, left: left)
     assert not bench.core.step()
     with pytest.raises(EngineDeadError, match="no step serves"):
         for _ in range(MAX_STALLED_STEPS):

@@ -11,7 +11,7 @@ from pagedserve.errors import ConfigError
 from pagedserve.executor import EXECUTORS, Executor
 from pagedserve.executor.inline import InlineExecutor
 from pagedserve.sampling_params import SamplingParams
-from pagedserve.step import NewSequence, SchedulerOutput
+from pagedserve.step import NewSequence, SamplingInput, SchedulerOutput
 from tests.helpers.checkpoints import tiny_llama
 
 
@@ -80,7 +80,9 @@ def test_start_tells_its_phases_and_finds_what_fits(folder: Path) -> None:
 
 
 def test_a_step_comes_back_with_its_tokens(executor: InlineExecutor) -> None:
-    result = executor.submit(first_step([5, 6, 7])).result()
+    pending = executor.submit(first_step([5, 6, 7]))
+    pending.sample(SamplingInput(step_id=7))
+    result = pending.result()
     assert result.step_id == 7
     assert result.seq_ids == [0]
     assert len(result.sampled_token_ids[0]) == 1
@@ -91,5 +93,6 @@ def test_a_step_that_fails_raises_when_its_result_is_asked_for(executor: InlineE
     broken = first_step([5, 6, 7])
     broken.seq_ids = [99]
     pending = executor.submit(broken)
+    pending.sample(SamplingInput(step_id=7))
     with pytest.raises(Exception, match="99"):
         pending.result()

@@ -8,6 +8,7 @@ the wrong place or a prefix hit on other content is noticed at once, with the pl
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,8 @@ class FakeExecutor:
         self.rows: dict[int, Row] = {}
         # seq_ids whose next logits are not usable.
         self.broken: set[int] = set()
+        # seq_ids of steps that failed: what they hold is anybody's guess, and nobody may ask.
+        self.lost: set[int] = set()
         # Time of a step, for the cost model.
         self.seconds_per_token = 0.0
         self.seconds_per_swap = 0.0
@@ -117,6 +120,15 @@ class FakeExecutor:
         """One step."""
         self._apply_block_ops(output)
         self._apply_rows(output)
+        return self._compute(output)
+
+    def fail(self, output: SchedulerOutput) -> None:
+        """A step that breaks before anything is copied or computed. A next one may have been sent already."""
+        self._apply_rows(output)
+        self.lost.update(output.seq_ids, (child for child, _ in output.shared_logits))
+        self._compute(output)
+
+    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         result = ModelRunnerOutput(step_id=output.step_id)
         columns = zip(output.seq_ids, output.num_scheduled, output.num_computed, strict=True)
         sampled = []
@@ -188,6 +200,8 @@ class FakeExecutor:
 
     def _write(self, seq_id: int, row: Row, start: int, end: int) -> None:
         chain = self.model.root
+        if seq_id in self.lost:
+            return
         for position, token_id in enumerate(row.token_ids[:end]):
             chain = self.model.extend(chain, token_id)
             for group, window in enumerate(self.windows):
@@ -200,6 +214,8 @@ class FakeExecutor:
     def _read(self, seq_id: int) -> Chain:
         row = self.rows[seq_id]
         chain = self.model.root
+        if seq_id in self.lost:
+            return chain
         last = len(row.token_ids) - 1
         for position, token_id in enumerate(row.token_ids):
             chain = self.model.extend(chain, token_id)
@@ -229,7 +245,9 @@ class FakeExecutor:
         if seq_id in self.broken:
             result.errors[seq_id] = "all logits are NaN"
         if row.params.beam is not None or seq_id in self.broken:
-            if seq_id not in self.broken:
+            if seq_id in self.broken:
+                row.token_ids.append(0)  # the next step may be on its way, and goes on with anything
+            else:
                 result.candidates[seq_id] = self.candidates(chain, 2 * row.params.beam.width)
             result.sampled_token_ids.append([])
             result.sampled_logprobs.append(0.0)
@@ -284,9 +302,23 @@ class Collected:
 
 
 class Driver:
-    """Scheduler and fake worker, step by step, with the accounts proved after each."""
+    """Scheduler and fake worker, step by step, with the accounts proved after each.
 
-    def __init__(self, scheduler: Scheduler, executor: FakeExecutor, *, max_tokens_per_step: int | None = None):
+    With `looks_ahead`, steps are decided and computed before the results of those before them are recorded.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: FakeExecutor,
+        *,
+        max_tokens_per_step: int | None = None,
+        looks_ahead: bool = False,
+    ):
+        self.looks_ahead = looks_ahead
+        # Steps under way: what was decided, and what came of it (None: it failed).
+        self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
+        self.num_looked_ahead = 0
         self.scheduler = scheduler
         self.executor = executor
         self.max_tokens_per_step = max_tokens_per_step
@@ -301,21 +333,41 @@ class Driver:
             self.results[request.request_id] = Collected()
 
     def step(self) -> SchedulerOutput:
-        """One step, and its results."""
-        output = self.scheduler.schedule()
+        """The results of one step, which is decided now unless it is under way, and maybe the decision of the next."""
+        if not self.under_way:
+            self.launch(self.scheduler.schedule())
+        if self.looks_ahead and len(self.under_way) == 1 and (ahead := self.scheduler.schedule_ahead()) is not None:
+            self.num_looked_ahead += 1
+            self.launch(ahead)
+        return self.record()
+
+    def launch(self, output: SchedulerOutput, fails: bool = False) -> None:
+        """Compute a step."""
         self.scheduler.check()
         if self.max_tokens_per_step is not None:
             assert output.num_tokens <= self.max_tokens_per_step
         self.steps.append(output)
         self.on_output(output)
-        self.take(self.scheduler.update(output, self.executor.execute(output)))
+        if fails:
+            self.executor.fail(output)
+            self.under_way.append((output, None))
+        else:
+            self.under_way.append((output, self.executor.execute(output)))
+
+    def record(self) -> SchedulerOutput:
+        """The results of the oldest step under way."""
+        output, result = self.under_way.popleft()
+        if result is None:
+            self.take(self.scheduler.fail_step(output, "failed"))
+        else:
+            self.take(self.scheduler.update(output, result))
         self.scheduler.check()
         return output
 
     def run(self, max_steps: int = 5000) -> dict[str, Collected]:
         """Steps until nothing is left to do. Fails where a step computes nothing though requests wait."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work():
+            if not self.scheduler.has_work() and not self.under_way:
                 return self.results
             output = self.step()
             assert output.num_tokens or output.released or not self.scheduler.num_unfinished, "a stall"

@@ -28,7 +28,7 @@ def compute(manager: KVCacheManager, sequence: Sequence, num_tokens: int | None 
     new_blocks = manager.write(sequence, end)
     assert new_blocks is not None
     sequence.num_computed_tokens = end
-    manager.commit()
+    manager.commit(manager.take_writes())
     manager.check()
     return new_blocks
 

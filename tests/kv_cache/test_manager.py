@@ -136,7 +136,7 @@ def test_a_prefix_is_found_after_its_step_and_not_before() -> None:
     assert manager.write(first, 9) is not None
     first.num_computed_tokens = 9
     assert manager.take_prefix(second) == 0
-    manager.commit()
+    manager.commit(manager.take_writes())
     assert manager.take_prefix(second) == 8
     manager.check()
 
@@ -145,9 +145,9 @@ def test_a_failed_step_leaves_nothing_to_be_found() -> None:
     manager = make_manager()
     first, second = open_sequence(manager, list(range(9))), open_sequence(manager, list(range(9)))
     manager.write(first, 9)
-    manager.rollback()
+    manager.take_writes()
     manager.close(first)
-    manager.commit()
+    manager.commit(manager.take_writes())
     assert manager.take_prefix(second) == 0
 
 

@@ -171,14 +171,14 @@ class ManagerMachine(RuleBasedStateMachine):
             for position in range(start, end):
                 self.device[lane[position // BLOCK]][position % BLOCK] = self.content(sequence, position, group)
         if succeeds:
-            self.manager.commit()
+            self.manager.commit(self.manager.take_writes())
             table = self.manager._tables[sequence.seq_id]
             for group, window in enumerate(self.windows):
                 if window is not None:
                     assert (len(table) - table.num_passed[group] - 1) * BLOCK < window + BLOCK - 1
                     assert len(table) - table.num_passed[group] <= self.manager.geometry.most_blocks(group)
         else:
-            self.manager.rollback()
+            self.manager.take_writes()
 
     def lanes(self, sequence: Sequence) -> list[list[int]]:
         return [[block.block_id for block in lane] for lane in self.manager._tables[sequence.seq_id].lanes]

@@ -9,7 +9,9 @@ from tests.helpers.factories import make_scheduler
 from tests.helpers.fake_executor import Collected, Driver, FakeExecutor
 
 
-def make_driver(num_blocks: int = 64, num_host_blocks: int = 0, *, model: Any = None, **options: Any) -> Driver:
+def make_driver(
+    num_blocks: int = 64, num_host_blocks: int = 0, *, model: Any = None, looks_ahead: bool = False, **options: Any
+) -> Driver:
     """Options are those of `make_scheduler`."""
     scheduler = make_scheduler(num_blocks, num_host_blocks, **options)
     executor = FakeExecutor(
@@ -19,7 +21,12 @@ def make_driver(num_blocks: int = 64, num_host_blocks: int = 0, *, model: Any = 
         model=model,
         windows=options.get("windows", (None,)),
     )
-    return Driver(scheduler, executor, max_tokens_per_step=options.get("max_num_batched_tokens"))
+    return Driver(
+        scheduler,
+        executor,
+        max_tokens_per_step=options.get("max_num_batched_tokens"),
+        looks_ahead=looks_ahead,
+    )
 
 
 def assert_right(driver: Driver, *requests: Request) -> None:

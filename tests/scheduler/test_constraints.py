@@ -11,7 +11,7 @@ from pagedserve.errors import QueueFullError
 from pagedserve.sampling_params import BeamParams, StructuredOutput
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
-from pagedserve.step import ModelRunnerOutput, SchedulerOutput
+from pagedserve.step import ModelRunnerOutput, SamplingInput
 from tests.helpers.factories import Clock, make_request, make_scheduler
 
 EOS = 2
@@ -72,9 +72,10 @@ def constrained(prompt: int | list[int] = 5, name: str = "c", **wishes: object) 
     )
 
 
-def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, object]:
-    """One step in which everybody says `token`."""
+def run(scheduler: Scheduler, token: int = 7) -> tuple[SamplingInput, object]:
+    """One step in which everybody says `token`: what it was given to sample, and what came of it."""
     output = scheduler.schedule()
+    sampling = scheduler.sampling_input(output)
     ready = dict(zip(output.seq_ids, zip(output.num_computed, output.num_scheduled, strict=True), strict=True))
     owners = scheduler._groups.owners
     sampled = [s for s, (start, count) in ready.items() if start + count == len(owners[s][0].token_ids)]
@@ -87,7 +88,7 @@ def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, object]:
     )
     outputs = scheduler.update(output, result)
     scheduler.check()
-    return output, outputs
+    return sampling, outputs
 
 
 def test_a_request_keeps_its_place_while_its_grammar_is_made(scheduler: Scheduler) -> None:
@@ -95,8 +96,8 @@ def test_a_request_keeps_its_place_while_its_grammar_is_made(scheduler: Schedule
     scheduler.add(make_request(5, request_id="second"))
     scheduler.check()
     assert scheduler.stats().num_waiting == 2
-    output, _ = run(scheduler)
-    assert len(output.seq_ids) == 1 and scheduler.stats().num_waiting == 1
+    run(scheduler)
+    assert scheduler.stats().num_running == scheduler.stats().num_waiting == 1
     scheduler.constrain("first", Counting(3))
     run(scheduler)
     assert [group.request_id for group in scheduler._groups.running] == ["first", "second"]
@@ -133,10 +134,10 @@ def test_masks_are_for_rows_that_are_sampled_only(masks: Masks) -> None:
     scheduler.add(constrained(prompt=10))
     scheduler.constrain("c", Counting(3))
     for _ in range(2):
-        output, _ = run(scheduler)
-        assert output.masked_seq_ids == [] and output.token_masks == b""
-    output, _ = run(scheduler)
-    assert output.masked_seq_ids == output.seq_ids and len(output.token_masks) == 4
+        sampling, _ = run(scheduler)
+        assert sampling.masked_seq_ids == [] and sampling.token_masks == b""
+    sampling, _ = run(scheduler)
+    assert len(sampling.masked_seq_ids) == 1 and len(sampling.token_masks) == 4
     run(scheduler)
     assert masks.lengths == [[0], [1]]
 
@@ -160,8 +161,8 @@ def test_an_end_token_ends_it_whatever_the_wishes(scheduler: Scheduler) -> None:
 def test_samples_follow_their_own_tokens(scheduler: Scheduler, masks: Masks) -> None:
     scheduler.add(constrained(n=3))
     scheduler.constrain("c", Counting(2))
-    output, _ = run(scheduler)
-    assert len(output.masked_seq_ids) == 3
+    sampling, _ = run(scheduler)
+    assert len(sampling.masked_seq_ids) == 3
     constraints = {id(s.constraint) for s, _ in scheduler._groups.owners.values()}
     assert len(constraints) == 3
     _, outputs = run(scheduler)
@@ -174,7 +175,7 @@ def test_beams_fork_what_was_said(scheduler: Scheduler, masks: Masks) -> None:
     scheduler.constrain("c", Counting(99))
     for step in range(3):
         output = scheduler.schedule()
-        assert output.masked_seq_ids == output.seq_ids
+        assert scheduler.sampling_input(output).masked_seq_ids == output.seq_ids
         best = {s: [(10 + step, -0.1), (20 + step, -0.2), (30 + step, -3.0)] for s in output.seq_ids}
         result = ModelRunnerOutput(
             step_id=output.step_id,
@@ -185,7 +186,7 @@ def test_beams_fork_what_was_said(scheduler: Scheduler, masks: Masks) -> None:
         )
         scheduler.update(output, result)
         scheduler.check()
-    scheduler.schedule()
+    scheduler.sampling_input(scheduler.schedule())
     for sequence, _ in scheduler._groups.owners.values():
         assert sequence.constraint.seen == sequence.output_token_ids
     assert masks.lengths == [[0], [1, 1], [2, 2], [3, 3]]

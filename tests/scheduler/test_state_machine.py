@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(5, 40),
         num_host_blocks=st.sampled_from([0, 3, 40]),
+        looks_ahead=st.booleans(),
         options=st.fixed_dictionaries(
             {
                 "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
@@ -74,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, num_blocks: int, num_host_blocks: int, options: dict[str, Any]) -> None:
+    def start(self, num_blocks: int, num_host_blocks: int, looks_ahead: bool, options: dict[str, Any]) -> None:
         self.clock = Clock()
         self.num_blocks = num_blocks
         self.geometry = Geometry(
@@ -84,7 +85,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.budget = options["max_num_batched_tokens"]
         self.driver = make_driver(
-            num_blocks, num_host_blocks, clock=self.clock, max_num_seqs=MAX_NUM_SEQS, max_queue_len=5, **options
+            num_blocks,
+            num_host_blocks,
+            clock=self.clock,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_queue_len=5,
+            looks_ahead=looks_ahead,
+            **options,
         )
         self.requests: dict[str, Request] = {}
         # Requests that did not live to their own end.
@@ -108,8 +115,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
         for _ in range(count):
-            if not self.driver.scheduler.has_work():
+            if not self.driver.scheduler.has_work() and not self.driver.under_way:
                 return
+            if self.driver.looks_ahead:
+                self.driver.step()
+                continue
             live = {s.seq_id for g in self.driver.scheduler._groups.running for s in g.live if s.num_uncomputed_tokens}
             preemptions = self.driver.scheduler.stats().num_preemptions
             output = self.driver.step()
@@ -143,15 +153,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.disturbed.update(late)
 
     @precondition(lambda self: self.unfinished())
-    @rule()
-    def fail(self) -> None:
-        output = self.driver.scheduler.schedule()
-        self.driver.executor._apply_rows(output)
+    @rule(is_followed=st.booleans())
+    def fail(self, is_followed: bool) -> None:
+        driver, scheduler = self.driver, self.driver.scheduler
+        if not driver.under_way:
+            driver.launch(scheduler.schedule(), fails=True)
+            if is_followed and driver.looks_ahead and (ahead := scheduler.schedule_ahead()) is not None:
+                driver.launch(ahead)
+        elif (ahead := scheduler.schedule_ahead()) is not None:
+            # The one before it is recorded, and meanwhile a step follows the one that fails.
+            driver.launch(ahead, fails=True)
+            driver.record()
+            if is_followed and (ahead := scheduler.schedule_ahead()) is not None:
+                driver.launch(ahead)
+        else:
+            return
         before = set(self.unfinished())
-        self.driver.take(self.driver.scheduler.fail_step(output, "failed"))
+        output = driver.under_way[0][0]
+        owners = scheduler._groups.owners
+        hit = {owners[seq_id][1].request_id for seq_id in output.seq_ids if seq_id in owners}
+        driver.record()
         # Whoever was not in the step lives on, unless its own time had come.
-        self.disturbed.update(before - set(self.unfinished()))
-        self.driver.steps.append(output)
+        gone = before - set(self.unfinished())
+        assert hit <= gone
+        self.disturbed.update(gone)
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -14,15 +14,23 @@ from pagedserve.model_files import resolve
 from pagedserve.models.loader import load_model, parse_config
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.sampling_params import SamplingParams
-from pagedserve.step import ModelRunnerOutput, NewSequence, SchedulerOutput
+from pagedserve.step import ModelRunnerOutput, NewSequence, SamplingInput, SchedulerOutput
 from pagedserve.worker.kv_storage import KVStorage
 from pagedserve.worker.model_runner import ModelRunner
 from pagedserve.worker.rows import Rows
+from pagedserve.worker.worker import Worker
 from tests.helpers.dense_weights import DenseMethod
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 4
+
+
+def execute(runner: ModelRunner | Worker, output: SchedulerOutput) -> ModelRunnerOutput:
+    """One step from its decision to its result."""
+    step = runner.submit(output)
+    runner.sample(step, SamplingInput(step_id=output.step_id))
+    return runner.result(step)
 
 
 @dataclass
@@ -172,7 +180,7 @@ class Driver:
             if child not in forked:
                 self._send_new(child)
         self._pending = SchedulerOutput(step_id=0)
-        result = self.runner.execute(output)
+        result = execute(self.runner, output)
         for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True):
             self.sequences[seq_id].token_ids += tokens
         return result

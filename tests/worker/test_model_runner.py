@@ -15,7 +15,7 @@ from pagedserve.sampling.sampler import UNUSABLE_LOGITS
 from pagedserve.sampling_params import BeamParams, SamplingParams
 from pagedserve.step import SchedulerOutput
 from tests.helpers.checkpoints import llama_config, random_tensors, tiny_llama, write_checkpoint
-from tests.worker.driver import BLOCK_SIZE, Driver
+from tests.worker.driver import BLOCK_SIZE, Driver, execute
 
 PROMPTS = [
     [(31 * i * i + 7 * i + p) % 320 for i in range(length)] for p, length in ((3, 23), (50, 1), (9, 8), (77, 40))
@@ -372,7 +372,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn(checkpoint: Path) -> None:
 
 def test_decisions_that_make_no_sense_are_refused(checkpoint: Path) -> None:
     def step(**fields: object) -> None:
-        driver.runner.execute(SchedulerOutput(step_id=1, **fields))
+        execute(driver.runner, SchedulerOutput(step_id=1, **fields))
 
     driver = Driver(checkpoint)
     driver.add(0, PROMPTS[2])

@@ -18,6 +18,7 @@ from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import NewSequence, SchedulerOutput
 from pagedserve.worker.worker import Worker
 from tests.helpers.checkpoints import tiny_llama
+from tests.worker.driver import execute
 
 PROMPT = [(31 * i * i + 7 * i) % 320 for i in range(21)]
 GREEDY = SamplingParams(temperature=0.0)
@@ -65,7 +66,8 @@ def generate(worker: Worker, num_tokens: int) -> list[int]:
     )
     computed = 0
     for step in range(num_tokens):
-        output = worker.execute(
+        output = execute(
+            worker,
             SchedulerOutput(
                 step_id=step,
                 new=[new] if step == 0 else [],
@@ -73,11 +75,11 @@ def generate(worker: Worker, num_tokens: int) -> list[int]:
                 num_scheduled=[len(tokens) - computed],
                 num_computed=[computed],
                 new_block_ids=[[]],
-            )
+            ),
         )
         computed = len(tokens)
         tokens += output.sampled_token_ids[0]
-    worker.execute(SchedulerOutput(step_id=num_tokens, released=[5]))
+    execute(worker, SchedulerOutput(step_id=num_tokens, released=[5]))
     return tokens[len(PROMPT) :]
 
 
