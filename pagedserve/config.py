@@ -28,6 +28,7 @@ class ModelConfig:
         DEFAULT_MODEL, help="folder with safetensors, a .gguf file, a catalog name, or a hub id", alias="-m"
     )
     tokenizer: str | None = flag(None, help="folder or .gguf to take the tokenizer from (default: the model's own)")
+    skip_tokenizer_init: bool = flag(False, help="run without a tokenizer: prompts and outputs are token ids alone")
     revision: str | None = flag(None, help="hub revision (branch, tag or commit)")
     dtype: str = flag("auto", help="type of activations", choices=("auto", "float32", "bfloat16", "float16"))
     weights_dtype: str = flag(
@@ -36,7 +37,11 @@ class ModelConfig:
         choices=("auto", "float32", "bfloat16", "int8", "int4"),
     )
     max_model_len: int | None = flag(None, help="longest sequence, prompt and output together (default: the model's)")
-    load_format: str = flag("auto", help="auto, or dummy for random weights in benchmarks", choices=("auto", "dummy"))
+    load_format: str = flag(
+        "auto",
+        help="auto, or dummy: random weights, for benchmarks; a folder with only config.json will do",
+        choices=("auto", "dummy"),
+    )
     model_impl: str = flag(
         "auto",
         help="who computes the model: native, transformers (with our attention), or auto: native where there is one",
@@ -51,6 +56,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _at_least("--max-model-len", self.max_model_len, 1)
         _at_least("--num-threads", self.num_threads, 1)
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError("--skip-tokenizer-init and --tokenizer contradict each other; leave one of them out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False):
         self._tokenizer = tokenizer
-        self._as_ids = as_ids
+        self._as_ids = as_ids or not tokenizer.has_texts
 
     def text(self, token_id: int) -> str:
         """The token's text; part of a character reads `bytes:\\xf0\\x9f`, so different tokens stay different."""

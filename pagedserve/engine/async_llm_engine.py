@@ -19,6 +19,7 @@ from pagedserve.engine.input_processor import InputProcessor, default_sampling_p
 from pagedserve.engine.output_processor import OutputProcessor, RequestState
 from pagedserve.engine.pooling_defaults import default_pooling
 from pagedserve.engine.tokenizer import Tokenizer
+from pagedserve.engine.tokenizer_choice import choose_tokenizer
 from pagedserve.errors import EngineDeadError, RequestAbortedError
 from pagedserve.log import get_logger
 from pagedserve.messages import AbortRequests, AddRequest, EngineCoreOutputs, Ready, SchedulerStats
@@ -110,10 +111,7 @@ class AsyncLLMEngine:
         self._ready = ready
 
     def _load_tokenizer(self) -> Tokenizer:
-        source = self._config.model.tokenizer
-        if source is None:
-            return Tokenizer.load(self.model_files)
-        return Tokenizer.load(model_files.resolve(source, require_weights=False, log=log.info))
+        return choose_tokenizer(self._config.model, self.model_files)
 
     def _load_chat_template(self) -> ChatTemplate:
         return ChatTemplate.load(self.tokenizer, self._config.front.chat_template)

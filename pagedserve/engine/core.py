@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pagedserve import errors, model_files
 from pagedserve.config import EngineConfig
 from pagedserve.engine.structured_output import StructuredOutputs
-from pagedserve.engine.tokenizer import Tokenizer
+from pagedserve.engine.tokenizer_choice import choose_tokenizer
 from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError, RequestError
 from pagedserve.executor import EXECUTORS, Executor
 from pagedserve.executor.base import PendingStep
@@ -33,7 +33,6 @@ from pagedserve.messages import (
     StopSequences,
     ToCore,
 )
-from pagedserve.model_files import ModelFiles
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
 from pagedserve.step import MemoryPlan, SchedulerOutput
@@ -266,7 +265,7 @@ def build_core(
     geometry = Geometry.of(plan.spec, config.scheduler.max_num_batched_tokens)
     max_model_len = _fitting_length(executor.max_model_len, plan, geometry)
     executor.allocate(plan)
-    grammars = StructuredOutputs(lambda: _load_tokenizer(config, files), config.structured_output)
+    grammars = StructuredOutputs(lambda: choose_tokenizer(config.model, files), config.structured_output)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
@@ -285,11 +284,6 @@ def build_core(
         looks_ahead = executor.computes_beside_host
     core = EngineCore(scheduler, executor, send, grammars, looks_ahead=looks_ahead)
     return core, Ready(plan=plan, max_model_len=max_model_len, phases=clock.seconds)
-
-
-def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
-    source = config.model.tokenizer
-    return Tokenizer.load(files if source is None else model_files.resolve(source, require_weights=False, log=log.info))
 
 
 def describe_plan(plan: MemoryPlan, max_model_len: int, geometry: Geometry) -> str:

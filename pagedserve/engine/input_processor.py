@@ -178,6 +178,8 @@ class InputProcessor:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
+        if params.stop and not self._tokenizer.has_texts:
+            raise RequestError("stop strings need a tokenizer (--skip-tokenizer-init is set)", param="stop")
         for stop in params.stop:
             check_unicode(stop, param="stop")
         if cache_salt is not None:

@@ -13,7 +13,7 @@ from pagedserve.engine.core_client import InlineCoreClient, OnProgress
 from pagedserve.engine.input_processor import InputProcessor, ProcessedInput, default_sampling_params
 from pagedserve.engine.output_processor import OutputProcessor, RequestState
 from pagedserve.engine.pooling_defaults import default_pooling
-from pagedserve.engine.tokenizer import Tokenizer
+from pagedserve.engine.tokenizer_choice import choose_tokenizer
 from pagedserve.errors import EngineDeadError, RequestAbortedError
 from pagedserve.log import get_logger
 from pagedserve.messages import AbortRequests, AddRequest, SchedulerStats
@@ -29,10 +29,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None):
         self.model_files = model_files.resolve_model(config.model, log=log.info)
         self.default_pooling = default_pooling(self.model_files, config.front.pooling_type)
-        source = config.model.tokenizer
-        self.tokenizer = Tokenizer.load(
-            self.model_files if source is None else model_files.resolve(source, require_weights=False, log=log.info)
-        )
+        self.tokenizer = choose_tokenizer(config.model, self.model_files)
         self.client = InlineCoreClient(config, vocab_limit=self.tokenizer.vocab_size, on_progress=on_progress)
         ready = self.client.ready
         self.plan = ready.plan

@@ -52,6 +52,8 @@ class TokenTable:
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        if not tokenizer.has_texts:
+            raise RequestError("structured output needs a tokenizer (--skip-tokenizer-init is set)", param=PARAM)
         if tokenizer.token_bytes.separator:
             raise RequestError("this model's tokenizer has no decoder; its texts cannot be constrained", param=PARAM)
         self.tokenizer = tokenizer

@@ -36,6 +36,8 @@ class Tokenizer:
     names ("default", "tool_use", …) to Jinja sources. Thread-safe: encoding a long text may run off the event loop.
     """
 
+    has_texts = True  # False: ids stand for nothing that could be read, searched or constrained
+
     def __init__(
         self,
         backend: Backend,

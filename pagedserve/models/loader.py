@@ -13,11 +13,15 @@ from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.models import ARCHITECTURES, model_class
 from pagedserve.models.sources import DummySource, GGUFSource, SafetensorsSource, WeightSource
+from pagedserve.models.streaming import StreamedSource
 from pagedserve.models.weights import Weights
 from pagedserve.quantization.method import QuantMethod
 from pagedserve.quantization.packed_cache import PackedCache
 
 logger = get_logger(__name__)
+
+# Kinds of devices whose weights are copied; CPUs map the files instead.
+STREAMED_DEVICES = ("cuda",)
 
 
 def parse_config(files: ModelFiles, impl: str = "auto") -> Any:
@@ -63,15 +67,20 @@ def load_model(
             max_model_len=max_model_len or config.max_model_len,
             dummy_seed=dummy_seed,
         )
-    source = _source(files) if dummy_seed is None else DummySource(dummy_seed, stored_dtype(files))
+    source = _source(files, device) if dummy_seed is None else DummySource(dummy_seed, stored_dtype(files), device)
     cache = None
     if use_packed_cache and dummy_seed is None and quant.cache_key is not None:
         cache = PackedCache.for_files(files.weight_files, quant.cache_key)
     weights = Weights(source, quant=quant, dtype=dtype, device=device, cache=cache)
-    model = chosen(
-        config, weights, attention=attention, max_model_len=max_model_len or config.max_model_len, device=device
-    )
+    try:
+        model = chosen(
+            config, weights, attention=attention, max_model_len=max_model_len or config.max_model_len, device=device
+        )
+    finally:
+        source.close()
     weights.finish()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what parts of stacked matrices took: the KV pool is sized by what is free
     if cache is not None:
         cache.save()
     if weights.rounding_error is not None:
@@ -100,9 +109,11 @@ def decoder_config(files: ModelFiles) -> dict[str, Any]:
     return config
 
 
-def _source(files: ModelFiles) -> WeightSource:
+def _source(files: ModelFiles, device: torch.device) -> WeightSource:
     if files.kind == "gguf":
         return GGUFSource(GGUFFile(files.path))
+    if device.type in STREAMED_DEVICES:
+        return StreamedSource(files.weight_files, device)
     return SafetensorsSource(files.weight_files)
 
 

@@ -47,6 +47,9 @@ class WeightSource(ABC):
         """Whether two tensors hold the same numbers."""
         return torch.equal(self.dense(first), self.dense(second))
 
+    def close(self) -> None:  # noqa: B027 (nothing to give back is the rule)
+        """Gives back what reading took; tensors that were loaded stay."""
+
     def is_packed(self, name: str) -> bool:
         """Whether the tensor is a block-quantised matrix that `rows` gives as it is."""
         return False
@@ -183,10 +186,15 @@ class GGUFSource(FileSource):
 
 
 class DummySource(WeightSource):
-    """Random weights of whatever shape is asked for, in the type that files would have: benchmarks without them."""
+    """Random weights of whatever shape is asked for, in the type that files would have: benchmarks without files.
 
-    def __init__(self, seed: int, dtype: torch.dtype):
-        self._generator = torch.Generator().manual_seed(seed)
+    On a GPU they are drawn there, and nothing of them is ever in host memory.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device | None = None):
+        """Numbers are drawn on `device` (default: the CPU), each device having its own for a seed."""
+        self._device = device or torch.device("cpu")
+        self._generator = torch.Generator(self._device).manual_seed(seed)
         self._dtype = dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -202,5 +210,7 @@ class DummySource(WeightSource):
     def dense(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.full(shape, 1.0 if name.endswith(".weight") else 0.0, dtype=self._dtype)
-        return torch.randn(shape, generator=self._generator, dtype=self._dtype) / math.sqrt(shape[-1])
+            value = 1.0 if name.endswith(".weight") else 0.0
+            return torch.full(shape, value, dtype=self._dtype, device=self._device)
+        numbers = torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._device)
+        return numbers.div_(math.sqrt(shape[-1]))

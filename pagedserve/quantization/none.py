@@ -74,4 +74,7 @@ class DenseMethod(QuantMethod):
 
     def _stack(self, parts: list[torch.Tensor]) -> DenseWeight:
         rounded = [part if self._rounded_to is None else part.to(self._rounded_to) for part in parts]
-        return DenseWeight(torch.cat([part.to(device=self._device, dtype=self._dtype) for part in rounded]))
+        typed = [part.to(device=self._device, dtype=self._dtype) for part in rounded]
+        if len(typed) == 1 and typed[0].device.type != "cpu":  # there it may be a view of a mapped file
+            return DenseWeight(typed[0].contiguous())
+        return DenseWeight(torch.cat(typed))

@@ -26,6 +26,7 @@ KNOWN_FLAGS = set(
     log-requests data-dir data-dir-quota batch-concurrency tool-call-parser reasoning-parser
     model tokenizer revision dtype weights-dtype max-model-len load-format attention-backend device num-threads seed
     model-impl enforce-eager
+    model-impl skip-tokenizer-init
     block-size gpu-memory-utilization kv-cache-memory num-device-blocks kv-cache-dtype kv-cache-resident swap-space
     enable-prefix-caching
     max-num-batched-tokens max-num-seqs max-queue-len policy preemption-mode async-scheduling watermark request-timeout
