@@ -92,7 +92,7 @@ def test_the_header_of_a_gguf_file_is_enough(tmp_path: Path) -> None:
     content = path.read_bytes()
     first = min(tensor.offset for tensor in _tensors(path))
     path.write_bytes(content[:first])
-    assert plan(path) == dataclasses.replace(whole, free_bytes=plan(path).free_bytes)
+    assert dataclasses.replace(plan(path), free_bytes=0) == dataclasses.replace(whole, free_bytes=0)
     with pytest.raises(ModelLoadError, match="is cut short"):
         found(path)
 
