@@ -10,6 +10,7 @@ PagedServeError
  +-- QueueFullError           HTTP 429 with Retry-After
  +-- DeadlineExceededError    HTTP 408: the request's `timeout` passed
  +-- EngineDeadError          HTTP 503: the core process is gone
+ |    +-- DeviceLostError     the device fails whatever it is given: only a new process can help
  +-- EngineStepError          HTTP 500: this request's step failed; the engine lives on
  +-- RequestAbortedError      the request was aborted (client gone, shutdown)
 """
@@ -75,6 +76,10 @@ class DeadlineExceededError(PagedServeError):
 
 class EngineDeadError(PagedServeError):
     """The engine core ended; requests cannot be served."""
+
+
+class DeviceLostError(EngineDeadError):
+    """The device answers every call with an error; the core ends, so that a supervisor starts a new one."""
 
 
 class EngineStepError(PagedServeError):

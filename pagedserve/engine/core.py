@@ -14,7 +14,14 @@ from pagedserve import errors, model_files
 from pagedserve.config import EngineConfig
 from pagedserve.engine.structured_output import StructuredOutputs
 from pagedserve.engine.tokenizer_choice import choose_tokenizer
-from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError, RequestError
+from pagedserve.errors import (
+    DeviceLostError,
+    EngineDeadError,
+    EngineStepError,
+    PagedServeError,
+    QueueFullError,
+    RequestError,
+)
 from pagedserve.executor import EXECUTORS, Executor
 from pagedserve.executor.base import PendingStep
 from pagedserve.kv_cache.geometry import Geometry
@@ -144,6 +151,8 @@ class EngineCore:
         try:
             outputs = self.scheduler.update(decision, step.pending.result())
             self._num_failed_steps = 0
+        except DeviceLostError:
+            raise
         except Exception:
             log.exception("step %d failed; its requests: %s", decision.step_id, self._names(decision))
             outputs = self.scheduler.fail_step(decision, STEP_FAILED)
@@ -158,6 +167,16 @@ class EngineCore:
         if self._num_stalled_steps >= MAX_STALLED_STEPS:
             raise EngineDeadError("requests wait, but no step serves any of them; the engine core ends")
         return has_moved
+
+    def use_quiet_moment(self) -> bool:
+        """Do one piece of work that makes later steps faster; False where none is left. For when nothing waits."""
+        try:
+            return self._executor.use_quiet_moment()
+        except DeviceLostError:
+            raise
+        except Exception:
+            log.exception("preparing for later steps failed")
+            return False
 
     def check(self) -> None:
         """Prove the block accounts; called when nothing else is to do. A mistake is logged with its facts."""

@@ -20,7 +20,7 @@ import typing
 from pagedserve import log as log_module
 from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, ChannelFormatError, Codec
 from pagedserve.engine.core import EngineCore, PhaseClock, build_core
-from pagedserve.errors import ConfigError, EngineDeadError, ModelLoadError, ModelNotFoundError
+from pagedserve.errors import ConfigError, DeviceLostError, EngineDeadError, ModelLoadError, ModelNotFoundError
 from pagedserve.log import get_logger
 from pagedserve.messages import FromCore, StartCore, StartupFailed, ToCore
 
@@ -36,6 +36,8 @@ PRELOAD = "pagedserve.worker.worker"
 GRACE_SECONDS = 2.0
 # Idle for this long, the core proves its block accounts.
 IDLE_CHECK_SECONDS = 1.0
+# Nobody asked for anything for this long: work that makes later steps faster may begin, a piece at a time.
+QUIET_SECONDS = 0.1
 # A step that had nothing to run although requests wait: give messages this long before trying again.
 STALLED_WAIT_SECONDS = 0.005
 
@@ -54,6 +56,9 @@ def serve(channel: BlockingChannel) -> int:
             core.shutdown()
     except ChannelClosedError:
         return 0
+    except DeviceLostError as error:
+        log.error("the engine core ends: %s; a new process may find the device well", error)
+        return 1
     except Exception:
         log.exception("the engine core ends")
         return 1
@@ -90,6 +95,7 @@ def _start(channel: BlockingChannel, inbox: Inbox) -> EngineCore | None:
 def run(core: EngineCore, inbox: Inbox) -> None:
     """Messages between steps, steps while there is work, sleep while there is none."""
     checked = True
+    is_ready = False  # nothing is left to do in quiet moments
     pause: float | None = None
     while not core.is_closing:
         if pause is not None:
@@ -97,15 +103,18 @@ def run(core: EngineCore, inbox: Inbox) -> None:
         elif core.has_work:
             messages = inbox.take()
         else:
-            messages = inbox.wait(None if checked else IDLE_CHECK_SECONDS)
+            messages = inbox.wait(QUIET_SECONDS if not is_ready else None if checked else IDLE_CHECK_SECONDS)
             if not messages:
-                core.check()
-                checked = True
+                if not is_ready:
+                    is_ready = not core.use_quiet_moment()
+                else:
+                    core.check()
+                    checked = True
                 continue
         for message in messages:
             core.handle(message)
         if core.has_work and not core.is_closing:
-            checked = False
+            checked = is_ready = False
             if not core.step():
                 pause = STALLED_WAIT_SECONDS
 

@@ -76,6 +76,10 @@ class Executor(ABC):
     def submit(self, output: SchedulerOutput) -> PendingStep:
         """Start one step's forward; steps run in the order in which they were submitted."""
 
+    def use_quiet_moment(self) -> bool:
+        """Do one piece of work that makes later steps faster, while nobody waits; False where none is left."""
+        return False
+
     @abstractmethod
     def shutdown(self) -> None:
         """Free what the workers hold; safe to call twice."""

@@ -72,6 +72,9 @@ class InlineExecutor(Executor):
     def submit(self, output: SchedulerOutput) -> PendingStep:
         return _Step(self._worker, output)
 
+    def use_quiet_moment(self) -> bool:
+        return self._worker.use_quiet_moment()
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()

@@ -21,7 +21,7 @@ class CudaCapture:
 
     def reserve(self, num_bytes: int) -> None:
         """The allocator divides a piece that is there; captures from small to large would each ask for a new one."""
-        if num_bytes == 0:
+        if num_bytes == 0 or self._reserved is not None:
             return
         try:
             self._reserved = self._take_down(
@@ -31,6 +31,9 @@ class CudaCapture:
             raise
         except RuntimeError as error:
             raise CaptureError(_first_line(error)) from error
+
+    def release(self) -> None:
+        self._reserved = None
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         try:

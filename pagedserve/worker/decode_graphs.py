@@ -38,7 +38,10 @@ class CaptureDevice(Protocol):
     """
 
     def reserve(self, num_bytes: int) -> None:
-        """Gives the pool one piece of memory that large, for all captures to divide. Raises CaptureError."""
+        """Gives the pool one piece of memory that large, for all captures to divide. Raises as `capture` does."""
+
+    def release(self) -> None:
+        """Gives that piece back; captures that still exist keep what they use."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Runs `function` once, then takes it down; what comes back replays it. Raises CaptureError, or
@@ -121,6 +124,11 @@ class DecodeGraphs(StepGraph):
         self.num_replays = 0
 
     @property
+    def static_bytes(self) -> int:
+        tensors = [*(self._inputs.tensors if self._inputs is not None else ()), *(self._results or ())]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
     def captured(self) -> tuple[int, ...]:
         """The sizes that are replayed, ascending."""
         return tuple(sorted(self._replays))
@@ -143,9 +151,10 @@ class DecodeGraphs(StepGraph):
         return True
 
     def drop(self) -> None:
-        """Lets go of all captures and their memory; steps begin to ask for them afresh."""
         self._replays.clear()
         self._sizes.forget()
+        if self._device is not None:
+            self._device.release()
 
     def _follow(self, inputs: StepInputs) -> None:
         """A pool that has moved leaves captures behind that write where it was."""
@@ -169,6 +178,7 @@ class DecodeGraphs(StepGraph):
         try:
             if self._inputs is None:
                 self._inputs = DecodeInputs(self._shape, self._context.kv_cache.device)
+            if not self._replays:
                 self._device.reserve(self._shape.activation_bytes)
             # Whatever they held belongs to a step that is over: running it again must not write into its blocks.
             self._inputs.clear()
@@ -178,8 +188,8 @@ class DecodeGraphs(StepGraph):
             self._sizes.refuse(size)
         except CaptureError as error:
             logger.warning("decode steps run op by op: they cannot be captured: %s", error)
-            self._device = None
             self.drop()
+            self._device = None
         return size in self._replays
 
     def _step(self, size: int) -> Callable[[], None]:
@@ -216,6 +226,13 @@ class DecodeInputs:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._last_tokens = torch.arange(rows, dtype=torch.int64, device=device)
         self._num_used = 0  # rows beyond are padding already
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self._token_ids, self._positions, self._slots, self._seq_lens, self._tables, self._starts,
+            self._last_tokens,
+        )  # fmt: skip
 
     def of(self, size: int, attention: AttentionBackend, context: ForwardContext) -> StepInputs:
         """The first `size` rows as one step's inputs; its context is as long as the model allows, so that whatever

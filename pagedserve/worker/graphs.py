@@ -19,18 +19,23 @@ Samples = Callable[[], tuple[StepInputs, StepInputs]]
 MakeGraph = Callable[[Any, Samples], StepGraph]
 
 
+def is_captured(attention: AttentionBackend, device: torch.device, *, enforce_eager: bool) -> bool:
+    """Whether decode steps will be captured by size."""
+    return device.type != "cpu" and not enforce_eager and attention.why_not_captured is None
+
+
 def graph_maker(
     attention: AttentionBackend, device: torch.device, shape: DecodeShape, *, enforce_eager: bool
 ) -> MakeGraph:
     """What a ModelRunner makes its graph with."""
-    if enforce_eager:
-        return lambda model, samples: StepGraph(model)
-    if device.type == "cpu":
+    if is_captured(attention, device, enforce_eager=enforce_eager):
+        return lambda model, samples: DecodeGraphs(model, attention, _capture_device(device), shape)
+    if device.type == "cpu" and not enforce_eager:
         return StepProgramGraph
-    if reason := attention.why_not_captured:
+    if not enforce_eager:
+        reason = attention.why_not_captured
         logger.info("decode steps run op by op: attention by %s cannot be captured: %s", attention.name, reason)
-        return lambda model, samples: StepGraph(model)
-    return lambda model, samples: DecodeGraphs(model, attention, _capture_device(device), shape)
+    return lambda model, samples: StepGraph(model)
 
 
 def _capture_device(device: torch.device) -> Any:

@@ -40,7 +40,16 @@ class KVStorage:
         self.host_pool, _ = _pool((num_host_blocks, *shape), dtype, torch.device("cpu"), pin_for=device)
 
     def execute(self, block_ops: BlockOps) -> float:
-        """Runs the copies in their documented order and returns the seconds that the swaps took."""
+        """Runs the copies in their documented order and returns the seconds that the swaps took.
+
+        RuntimeError where they stop halfway for lack of memory: unlike a forward, they cannot simply be repeated.
+        """
+        try:
+            return self._execute(block_ops)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("blocks could not be moved: the device has no memory left") from error
+
+    def _execute(self, block_ops: BlockOps) -> float:
         seconds = self._swap(self.device_pool, self.host_pool, block_ops.swap_out)
         seconds += self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
         if block_ops.copy:

@@ -55,6 +55,14 @@ class StepGraph:
         """Captures one thing that steps have asked for; False where nothing is left. For moments when nobody waits."""
         return False
 
+    @property
+    def static_bytes(self) -> int:
+        """What captures' inputs and results take, beside what `drop` lets go of."""
+        return 0
+
+    def drop(self) -> None:
+        """Lets go of the memory that captures hold; later steps may ask for them afresh."""
+
 
 def pool_of(inputs: StepInputs) -> tuple[int, ...]:
     """What a capture holds on to: where the KV pool lies, and its shape."""

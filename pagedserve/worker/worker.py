@@ -18,14 +18,24 @@ from pagedserve.models.hf_config import resolve_max_model_len
 from pagedserve.models.loader import load_model, parse_config
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.sampling_params import SamplingParams
-from pagedserve.step import MemoryPlan, ModelRunnerOutput, NewSequence, SamplingInput, SchedulerOutput
+from pagedserve.step import (
+    KVCacheSpec,
+    MemoryPlan,
+    ModelRunnerOutput,
+    NewSequence,
+    SamplingInput,
+    SchedulerOutput,
+)
 from pagedserve.worker.decode_graphs import DecodeShape
-from pagedserve.worker.graphs import graph_maker
+from pagedserve.worker.device import CudaDevice, Device, is_out_of_memory
+from pagedserve.worker.graphs import MakeGraph, graph_maker, is_captured
 from pagedserve.worker.kv_storage import KVStorage
 from pagedserve.worker.layer_groups import kv_cache_spec, layer_places
 from pagedserve.worker.memory import free_memory, make_plan, usable_cores
-from pagedserve.worker.model_runner import ModelRunner, RunningStep
+from pagedserve.worker.model_runner import ModelRunner
+from pagedserve.worker.recovery import GuardedRunner, GuardedStep
 from pagedserve.worker.rows import Rows
+from pagedserve.worker.step_memory import StepMemory, measure_steps
 
 logger = get_logger(__name__)
 
@@ -57,7 +67,9 @@ class Worker:
         self._kv_dtype = kv_cache_dtype(cache, self._dtype)
         self._model: Any = None
         self._attention: AttentionBackend | None = None
-        self._runner: ModelRunner | None = None
+        self._memory = CudaDevice(self._device) if self._device.type == "cuda" else Device()
+        self._step_memory = StepMemory()
+        self._runner: GuardedRunner | None = None
         self._max_model_len = 0
         self._outer_num_threads = torch.get_num_threads()
 
@@ -75,18 +87,26 @@ class Worker:
             device=self._device,
         )
         self._attention = select(spec, settings.attention_backend)(spec)
-        self._model = load_model(
-            self._files,
-            config,
-            attention=self._attention,
-            quant=quantization.select(settings.weights_dtype, self._device, self._dtype),
-            dtype=self._dtype,
-            device=self._device,
-            max_model_len=self._max_model_len,
-            dummy_seed=settings.seed if settings.load_format == "dummy" else None,
-            impl=settings.model_impl,
-            use_packed_cache=True,
-        )
+        try:
+            self._model = load_model(
+                self._files,
+                config,
+                attention=self._attention,
+                quant=quantization.select(settings.weights_dtype, self._device, self._dtype),
+                dtype=self._dtype,
+                device=self._device,
+                max_model_len=self._max_model_len,
+                dummy_seed=settings.seed if settings.load_format == "dummy" else None,
+                impl=settings.model_impl,
+                use_packed_cache=True,
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"the weights of {self._files.name} do not fit into the device's memory ({_first_line(error)}): use "
+                "--weights-dtype int8 or int4, a smaller model or a larger device"
+            ) from error
         if self._device.type == "cpu" and self._dtype is torch.float32 and native.available():
             # What is left to torch in a step is small, and its threads would wait for cores on which native ones spin.
             native.set_num_threads(torch.get_num_threads())
@@ -103,19 +123,22 @@ class Worker:
         return self._model.vocab_size
 
     def plan_memory(self) -> MemoryPlan:
-        """Sizes of both pools from what is free now, after the weights. Raises ConfigError when nothing useful fits."""
+        """Sizes of both pools from what is free beside the weights and the largest step, which a GPU runs to measure
+        it. Raises ConfigError when nothing useful fits."""
         assert self._attention is not None, "load_model comes first"
+        spec = kv_cache_spec(
+            self._model,
+            self._attention,
+            kv_dtype=self._kv_dtype,
+            block_size=self._cache.block_size,
+            max_model_len=self._max_model_len,
+        )
+        self._step_memory = self._measure_steps(spec)
         return make_plan(
             cache=self._cache,
-            spec=kv_cache_spec(
-                self._model,
-                self._attention,
-                kv_dtype=self._kv_dtype,
-                block_size=self._cache.block_size,
-                max_model_len=self._max_model_len,
-            ),
+            spec=spec,
             weights_bytes=self._model.weights_bytes,
-            free_bytes=free_memory(self._device),
+            free_bytes=max(self._memory.free_bytes() - self._step_memory.total, 0),
             free_host_bytes=free_memory(torch.device("cpu")),
             max_num_seqs=self._scheduler.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -125,35 +148,20 @@ class Worker:
     def allocate(self, plan: MemoryPlan) -> None:
         """Makes the pools of `plan` and runs one step, so that what cannot run fails now and not in a request."""
         assert self._attention is not None, "load_model comes first"
-        storage = KVStorage(
-            num_device_blocks=plan.num_device_blocks,
-            num_host_blocks=plan.num_host_blocks,
-            num_layers=plan.spec.num_layers_per_block,
-            layer_block_shape=self._attention.layer_block_shape,
-            dtype=self._kv_dtype,
-            device=self._device,
-        )
-        num_groups = len(plan.spec.layer_groups)
-        shape = DecodeShape(
-            max_num_rows=self._scheduler.max_num_seqs,
-            max_model_len=self._max_model_len,
-            block_size=plan.spec.block_size,
-            num_groups=num_groups,
-        )
-        self._runner = ModelRunner(
-            self._model,
-            attention=self._attention,
-            storage=storage,
-            rows=Rows(self._scheduler.max_num_seqs, plan.spec.block_size, num_groups=num_groups),
-            sampler=Sampler(self._model.vocab_size, self._vocab_limit),
-            device=self._device,
-            places=layer_places(plan.spec.layer_groups),
-            make_graph=graph_maker(
-                self._attention, self._device, shape, enforce_eager=self._model_config.enforce_eager
-            ),
-        )
+        shape = self._decode_shape(plan.spec)
+        make_graph = graph_maker(self._attention, self._device, shape, enforce_eager=self._model_config.enforce_eager)
+        try:
+            runner, rows = self._make_runner(plan.spec, plan.num_device_blocks, plan.num_host_blocks, make_graph)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"a KV pool of {plan.kv_bytes / 2**30:.2f} GiB cannot be allocated although the memory seems free: "
+                "lower --gpu-memory-utilization, --kv-cache-memory or --swap-space"
+            ) from error
+        self._runner = GuardedRunner(runner, rows, self._memory)
         self._progress("warming up")
-        for step in _warm_up_steps(num_groups):
+        for step in _warm_up_steps(len(plan.spec.layer_groups)):
             running = self._runner.submit(step)
             self._runner.sample(running, SamplingInput(step_id=step.step_id))
             self._runner.result(running)
@@ -163,17 +171,17 @@ class Worker:
         """Whether a step runs while whoever submitted it goes on."""
         return self._device.type == "cuda"
 
-    def submit(self, output: SchedulerOutput) -> RunningStep:
+    def submit(self, output: SchedulerOutput) -> GuardedStep:
         """Launches one step's forward."""
         assert self._runner is not None, "allocate comes first"
         return self._runner.submit(output)
 
-    def sample(self, step: RunningStep, sampling: SamplingInput) -> None:
+    def sample(self, step: GuardedStep, sampling: SamplingInput) -> None:
         """Launches the step's draws; the results of all steps before it were asked for."""
         assert self._runner is not None, "allocate comes first"
         self._runner.sample(step, sampling)
 
-    def result(self, step: RunningStep) -> ModelRunnerOutput:
+    def result(self, step: GuardedStep) -> ModelRunnerOutput:
         """Waits for what the step drew."""
         assert self._runner is not None, "allocate comes first"
         return self._runner.result(step)
@@ -182,6 +190,53 @@ class Worker:
         """Does one piece of work that makes later steps faster, while nobody waits; False where none is left."""
         assert self._runner is not None, "allocate comes first"
         return self._runner.capture_next()
+
+    def _make_runner(
+        self, spec: KVCacheSpec, num_device_blocks: int, num_host_blocks: int, make_graph: MakeGraph
+    ) -> tuple[ModelRunner, Rows]:
+        assert self._attention is not None, "load_model comes first"
+        storage = KVStorage(
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            num_layers=spec.num_layers_per_block,
+            layer_block_shape=self._attention.layer_block_shape,
+            dtype=self._kv_dtype,
+            device=self._device,
+        )
+        rows = Rows(self._scheduler.max_num_seqs, spec.block_size, num_groups=len(spec.layer_groups))
+        runner = ModelRunner(
+            self._model,
+            attention=self._attention,
+            storage=storage,
+            rows=rows,
+            sampler=Sampler(self._model.vocab_size, self._vocab_limit),
+            device=self._device,
+            places=layer_places(spec.layer_groups),
+            make_graph=make_graph,
+        )
+        return runner, rows
+
+    def _decode_shape(self, spec: KVCacheSpec) -> DecodeShape:
+        return DecodeShape(
+            max_num_rows=self._scheduler.max_num_seqs,
+            max_model_len=self._max_model_len,
+            block_size=spec.block_size,
+            num_groups=len(spec.layer_groups),
+            activation_bytes=self._step_memory.decode_bytes,
+        )
+
+    def _measure_steps(self, spec: KVCacheSpec) -> StepMemory:
+        assert self._attention is not None, "load_model comes first"
+        eager = self._model_config.enforce_eager
+        return measure_steps(
+            self._memory,
+            lambda make_graph: self._make_runner(spec, 1, 0, make_graph)[0],
+            attention=self._attention,
+            scheduler=self._scheduler,
+            spec=spec,
+            max_model_len=self._max_model_len,
+            is_captured=is_captured(self._attention, self._device, enforce_eager=eager),
+        )
 
     def shutdown(self) -> None:
         """Lets go of weights and pools, and gives the process its threads back; safe to call twice."""
@@ -210,6 +265,10 @@ def activation_dtype(name: str, device: torch.device, files: ModelFiles) -> torc
 def kv_cache_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     """The type of keys and values: by default that of the activations."""
     return dtype if cache.kv_cache_dtype == "auto" else getattr(torch, cache.kv_cache_dtype)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _warm_up_steps(num_groups: int) -> list[SchedulerOutput]:

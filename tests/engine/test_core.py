@@ -22,6 +22,7 @@ from pagedserve.engine.core import (
 from pagedserve.errors import (
     ContextLengthError,
     DeadlineExceededError,
+    DeviceLostError,
     EngineDeadError,
     EngineStepError,
     PagedServeError,
@@ -45,6 +46,8 @@ from pagedserve.sampling_params import SamplingParams
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
 from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, SamplingInput, SchedulerOutput
+from pagedserve.worker.step_inputs import StepGraph
+from tests.helpers.scarce_model import CountingDevice, ScarceModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -322,3 +325,51 @@ def test_the_plan_names_what_an_operator_asks_for() -> None:
         "7 blocks",
     ):
         assert part in line
+
+
+def scarce(bench: Bench, **scarcity: int) -> ScarceModel:
+    """The bench's worker, from now on with less memory."""
+    guarded = bench.executor._worker._runner
+    runner = guarded._runner
+    model = runner._model = ScarceModel(runner._model, **scarcity)
+    runner.graph = StepGraph(model)
+    return model
+
+
+def test_a_step_without_memory_is_computed_in_parts(tiny_model: Path) -> None:
+    answers = []
+    for scarcity in ({}, {"max_tokens": 7}):
+        bench = Bench(tiny_model)
+        model = scarce(bench, **scarcity)
+        names = [bench.add([5 + i, 6, 7, 8, 9] * 3) for i in range(4)]
+        bench.run()
+        answers.append([bench.tokens(name) for name in names])
+        assert all(bench.end(name).error_kind is None for name in names)
+        bench.assert_idle()
+        bench.core.shutdown()
+    assert answers[0] == answers[1] and model.num_failures
+
+
+def test_what_never_fits_costs_its_request_and_no_block(bench: Bench) -> None:
+    undisturbed = bench.add([5, 6, 7, 8])
+    bench.run()
+    scarce(bench, poison=300)
+    neighbours = [bench.add([5, 6, 7, 8]) for _ in range(3)]
+    victim = bench.add([9, 300, 9, 9])
+    samples = bench.add([300, 4], SamplingParams(temperature=1.0, n=3, max_tokens=4))
+    bench.run()
+    for name in (victim, samples):
+        error = error_of(bench.end(name))
+        assert type(error) is EngineStepError and "no memory left" in str(error)
+    assert [bench.tokens(name) for name in neighbours] == [bench.tokens(undisturbed)] * 3
+    bench.assert_idle()
+
+
+def test_a_lost_device_ends_the_core_at_once(bench: Bench) -> None:
+    model = scarce(bench, max_tokens=0)
+    model.error = RuntimeError
+    device = bench.executor._worker._runner._device = CountingDevice()
+    device.lost = "CUDA error: unspecified launch failure"
+    bench.add()
+    with pytest.raises(DeviceLostError, match="unspecified launch failure"):
+        bench.core.step()

@@ -21,6 +21,7 @@ class RecordingCore:
         self.work = 0
         self.is_closing = False
         self.moves = True
+        self.num_pieces = 0  # of work for quiet moments
         self.in_step: Callable[[], None] = lambda: None
 
     @property
@@ -38,6 +39,13 @@ class RecordingCore:
         self.work -= self.moves
         return self.moves
 
+    def use_quiet_moment(self) -> bool:
+        if self.num_pieces:
+            self.num_pieces -= 1
+            self.events.append("prepare")
+            return True
+        return False
+
     def check(self) -> None:
         self.events.append("check")
 
@@ -50,6 +58,7 @@ class Loop:
         monkeypatch.setattr(core_process.os, "_exit", lambda code: None)
         monkeypatch.setattr(core_process, "GRACE_SECONDS", 0.0)
         monkeypatch.setattr(core_process, "IDLE_CHECK_SECONDS", 0.05)
+        monkeypatch.setattr(core_process, "QUIET_SECONDS", 0.01)
         ours, theirs = socket_pair()
         self.api = BlockingChannel(ours, Codec(sends=TO_CORE, receives=FROM_CORE))
         self.their_end = BlockingChannel(theirs, Codec(sends=FROM_CORE, receives=TO_CORE))
@@ -117,6 +126,23 @@ def test_accounts_are_checked_once_after_work(loop: Loop) -> None:
     loop.until(lambda: "check" in loop.core.events)
     time.sleep(0.2)
     assert loop.core.events == ["step", "step", "check"]
+
+
+def test_quiet_moments_are_used_until_somebody_comes(loop: Loop) -> None:
+    loop.core.num_pieces = 3
+    loop.thread.start()
+    loop.until(lambda: loop.core.num_pieces == 0)
+    loop.core.num_pieces = 10**9
+    loop.core.work = 1
+    loop.api.send(Call(call_id=1, method="ping"))
+    loop.until(lambda: "step" in loop.core.events and loop.core.events[-1] == "prepare")
+    loop.api.send(Shutdown())
+    loop.thread.join(10)
+    events = loop.core.events
+    assert loop.outcome == [None] and events[-1] == "Shutdown"
+    assert events[: events.index("step")] == ["prepare"] * 3 + ["Call"], (
+        "between messages and steps nothing is prepared"
+    )
 
 
 def test_a_step_that_finds_nothing_to_run_does_not_spin(loop: Loop) -> None:

@@ -22,6 +22,8 @@ from pagedserve.worker.decode_graphs import CaptureError
 
 Kernel = Callable[..., None]
 
+RELEASED = -1  # in RecordingDevice.reserved
+
 
 class RecordingDevice:
     """A `decode_graphs.CaptureDevice` for CPU tensors, with memory for as many captures as one likes."""
@@ -33,6 +35,9 @@ class RecordingDevice:
 
     def reserve(self, num_bytes: int) -> None:
         self.reserved.append(num_bytes)
+
+    def release(self) -> None:
+        self.reserved.append(RELEASED)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         if self.num_captures is not None and self.num_captured >= self.num_captures:

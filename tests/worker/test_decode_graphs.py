@@ -19,14 +19,14 @@ from pagedserve.worker.graphs import graph_maker
 from pagedserve.worker.step_inputs import StepGraph, StepInputs
 from pagedserve.worker.step_program import StepProgramGraph
 from tests.helpers.checkpoints import llama_config, random_tensors, write_checkpoint
-from tests.helpers.recorder import CapturableBackend, RecordingDevice
+from tests.helpers.recorder import RELEASED, CapturableBackend, RecordingDevice
 from tests.worker.driver import BLOCK_SIZE, Driver
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built here")
 
 MAX_ROWS = 11
 MAX_LEN = 60
-SHAPE = DecodeShape(max_num_rows=MAX_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+SHAPE = DecodeShape(max_num_rows=MAX_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, activation_bytes=777)
 
 
 @pytest.fixture(scope="module")
@@ -191,15 +191,22 @@ def test_what_cannot_be_captured_is_said_once(checkpoint: Path, caplog: pytest.L
     assert graph.graph.captured == ()
 
 
-def test_memory_is_reserved_once(checkpoint: Path) -> None:
+def test_memory_is_reserved_once_and_given_back_with_the_captures(checkpoint: Path) -> None:
     device = RecordingDevice()
-    driver, _ = make_driver(checkpoint, device)
+    driver, graph = make_driver(checkpoint, device)
+    device.reserved.clear()
     for i in range(3):
         add(driver, i, 6)
     decode(driver, [0])
     decode(driver, [0, 1])
     capture_all(driver)
-    assert device.num_captured == 2 and device.reserved == [0]
+    assert device.num_captured == 2 and device.reserved[-1] == SHAPE.activation_bytes
+    before = len(device.reserved)
+    graph.graph.drop()
+    assert graph.graph.captured == () and device.reserved[before:] == [RELEASED]
+    decode(driver, [0])
+    capture_all(driver)
+    assert graph.graph.captured == (1,) and device.reserved[before:] == [RELEASED, SHAPE.activation_bytes]
 
 
 @settings(max_examples=20, deadline=None)
