@@ -170,7 +170,8 @@ def library() -> ctypes.CDLL | None:
 
     Raises ConfigError when PAGEDSERVE_CPU_ISA names kernels that this machine cannot run.
     """
-    if envs.native_disabled():
+    # Where Triton is interpreted, the CPU stands in for a GPU.
+    if envs.native_disabled() or envs.triton_interpreted():
         return None
     path = _find()
     if path is None:

@@ -1,25 +1,46 @@
-"""The ops models and backends call: one typed function each, run by csrc where it can, else by the reference.
+"""The ops models and backends call: a typed function each, run by csrc or Triton where they can, else by the reference.
 
-csrc takes fp32 activations on the CPU; everything else (other dtypes, other devices, no native library) runs on
-`reference`, which is also each op's definition.
+csrc takes fp32 activations on the CPU, `gpu` those of NVIDIA GPUs; everything else (other dtypes, other devices, no
+native library) runs on `reference`, which is also each op's definition.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 import torch
 
+from pagedserve import envs
 from pagedserve.kernels import cpu, native, reference
+
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Triton's own switch, read once as Triton does: then CPU tensors take the way of a GPU's, and csrc is not loaded.
+_INTERPRETED = envs.triton_interpreted()
+
+
+@cache
+def _gpu() -> ModuleType:
+    # Imported late: Triton takes a second to load, and a CPU server needs none of it.
+    from pagedserve.kernels import gpu
+
+    return gpu
 
 
 def _implementation(x: torch.Tensor) -> ModuleType:
-    return cpu if x.dtype is torch.float32 and x.is_cpu and native.available() else reference
+    if x.dtype is torch.float32 and x.is_cpu and native.available():
+        return cpu
+    return _gpu() if (x.is_cuda or _INTERPRETED) and x.dtype in _GPU_DTYPES else reference
+
+
+def _dense_implementation(weight: torch.Tensor) -> ModuleType:
+    return _gpu() if weight.is_cuda or _INTERPRETED else reference
 
 
 def _kv_implementation(x: torch.Tensor, kv_cache: torch.Tensor) -> ModuleType:
+    implementation = _implementation(x)
     # Four dimensions: K lies transposed within a block, the layout that the native kernels read.
-    return _implementation(x) if kv_cache.dim() == 4 else reference
+    return reference if implementation is cpu and kv_cache.dim() != 4 else implementation
 
 
 def rms_norm(
@@ -105,7 +126,8 @@ def route(
     Of equal logits the first expert's comes first, and NaN before all numbers. With NaN or +inf among a token's logits,
     or nothing above -inf, its weights are NaN.
     """
-    return reference.route(logits, top_k, renormalize)
+    implementation = _implementation(logits)
+    return (reference if implementation is cpu else implementation).route(logits, top_k, renormalize)
 
 
 def experts(
@@ -134,6 +156,8 @@ def embedding(
     """Rows of a table, as new memory that the caller may write to."""
     if dtype is torch.float32 and table.is_cpu and table.dtype in native.DTYPES and native.available():
         return cpu.embedding(table, row_ids, None)
+    if (table.is_cuda or _INTERPRETED) and table.dtype in _GPU_DTYPES and dtype in _GPU_DTYPES:
+        return _gpu().embedding(table, row_ids, table.new_empty((*row_ids.shape, table.shape[1]), dtype=dtype))
     return reference.embedding(table, row_ids, None).to(dtype)
 
 
@@ -178,6 +202,54 @@ def apply_token_bitmask(
     _implementation(logits).apply_token_bitmask(logits, rows, masks)
 
 
+def apply_penalties(
+    logits: torch.Tensor,  # float32 [num_rows, vocab_size]
+    rows: torch.Tensor,  # int64 [n], all different: the rows that are changed
+    token_ids: torch.Tensor,  # int32 [num_slots, capacity]: prompts, each followed by its output
+    slots: torch.Tensor,  # int64 [n]: where each row's tokens are
+    prompt_lens: torch.Tensor,  # int64 [n]
+    lengths: torch.Tensor,  # int64 [n], of prompt and output
+    repetition: torch.Tensor,  # float32 [n]; 1: none
+    presence: torch.Tensor,  # float32 [n]; 0: none
+    frequency: torch.Tensor,  # float32 [n]; 0: none
+) -> None:
+    """Penalties over each row's own tokens, in place.
+
+    First repetition, on tokens of prompt and output (Keskar et al. 2019; positive logits are divided, others
+    multiplied), then presence and frequency, on tokens of the output (logit - frequency * count - presence). Ids
+    outside the vocabulary count for nothing.
+    """
+    implementation = _implementation(logits)
+    (reference if implementation is cpu else implementation).apply_penalties(
+        logits, rows, token_ids, slots, prompt_lens, lengths, repetition, presence, frequency
+    )
+
+
+def best_logits(logits: torch.Tensor) -> torch.Tensor:
+    """The largest logit of each row, [num_rows, vocab_size] -> [num_rows]: NaN counts as -inf, +inf as a huge number.
+
+    -inf: there is nothing to choose from.
+    """
+    implementation = _implementation(logits)
+    return (reference if implementation is cpu else implementation).best_logits(logits)
+
+
+def logprobs(
+    logits: torch.Tensor,  # float32 [num_rows, vocab_size]
+    token_ids: torch.Tensor,  # int64 [num_rows]
+    num_top: int,  # at most the vocabulary
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # float32 [num_rows], int64 [num_rows], float32 [num_rows, num_top], int64 [num_rows, num_top]
+    """The log-softmax of one token a row, its rank (1 + how many tokens are likelier), and the `num_top` likeliest
+    tokens as logprobs and ids, best first, equal ones by id.
+
+    NaN counts as -inf and +inf as a huge number; NaN where a row has nothing above -inf.
+    """
+    implementation = _implementation(logits)
+    return (reference if implementation is cpu else implementation).logprobs(logits, token_ids, num_top)
+
+
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies whole blocks within a pool, in order. pool: [num_blocks, ...]; pairs: int64 [n, 2] of (src, dst)."""
     swap_blocks(pool, pool, pairs)
@@ -201,7 +273,7 @@ def linear(
 
     With packed weights a row's bits depend neither on the other rows nor on the number of threads.
     """
-    implementation = cpu if isinstance(weight, native.PackedMatrix) else reference
+    implementation = cpu if isinstance(weight, native.PackedMatrix) else _dense_implementation(weight)
     return implementation.linear(x, weight, bias, residual, out)
 
 
@@ -212,7 +284,7 @@ def linear_rows(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [num_rows, in_features]
     """Rows of a weight, dequantised: embedding lookup."""
-    implementation = cpu if isinstance(weight, native.PackedMatrix) else reference
+    implementation = cpu if isinstance(weight, native.PackedMatrix) else _dense_implementation(weight)
     return implementation.linear_rows(weight, row_ids, out)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pagedserve.kernels import reference_sampling
+from pagedserve.kernels import reference_logits, reference_sampling
 
 sample = reference_sampling.sample
+usable = reference_sampling.usable
+best_logits = reference_logits.best_logits
+logprobs = reference_logits.logprobs
+apply_penalties = reference_logits.apply_penalties
 
 
 def rms_norm(

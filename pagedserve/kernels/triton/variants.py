@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 # Every module of kernels: each has `variants() -> list[Variant]`.
-MODULES = ("pagedserve.kernels.triton.kv_cache",)
+MODULES = tuple(
+    f"pagedserve.kernels.triton.{name}"
+    for name in ("kv_cache", "norm", "elementwise", "embedding", "rotary", "logits", "sampling", "logprobs", "moe")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

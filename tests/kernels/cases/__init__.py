@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 # Modules of cases, each with `cases() -> list[Case]`.
-MODULES = ("tests.kernels.cases.triton_attention",)
+MODULES = tuple(f"tests.kernels.cases.{name}" for name in ("triton_attention", "triton_ops", "triton_sampling"))
 
 
 @dataclass(frozen=True)
