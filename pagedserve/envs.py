@@ -43,6 +43,12 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
+def cuda_library() -> Path | None:
+    """PAGEDSERVE_CUDA_LIBRARY: a libpagedserve_cuda elsewhere, such as the one that emulates csrc/cuda on the CPU."""
+    value = os.environ.get("PAGEDSERVE_CUDA_LIBRARY")
+    return Path(value) if value else None
+
+
 def log_level() -> str:
     """PAGEDSERVE_LOG_LEVEL: debug, info, warning or error (default info)."""
     return os.environ.get("PAGEDSERVE_LOG_LEVEL", "info")

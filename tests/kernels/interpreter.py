@@ -27,12 +27,12 @@ def small_cases(module: str) -> list[str]:
     return [case.name for case in import_module(module).cases() if not case.full_size]
 
 
-def interpreted(module: str, names: Sequence[str]) -> dict[str, str]:
+def interpreted(module: str, names: Sequence[str], **environment: str) -> dict[str, str]:
     """Runs the named cases of a module. Name -> why it failed, "" where it passed."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.interpreter", module, *names],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,

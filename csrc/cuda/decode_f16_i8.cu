@@ -1,0 +1,7 @@
+#include "decode_mma_launch.cuh"
+
+namespace ps {
+
+DecodeKernel find_decode_f16_i8(int head_dim, int row_tile) { return find_decode<Half, Int8<Half>>(head_dim, row_tile); }
+
+}  // namespace ps
