@@ -5,6 +5,7 @@
 
 #include "status.h"
 
+using ps::check_weight;
 using ps::fail;
 
 namespace {
@@ -19,14 +20,6 @@ int check_shape(int format, int64_t out_features, int64_t in_features) {
   if (ps::kLinearFormats[format].code_bits > 0 && in_features % ps::kGroup != 0) {
     return fail(PS_INVALID_ARGUMENT, "in_features is %lld: integer formats need a multiple of %d",
                 (long long)in_features, (int)ps::kGroup);
-  }
-  return PS_OK;
-}
-
-int check_weight(const ps_linear_weight* weight) {
-  if (const int status = check_shape(weight->format, weight->out_features, weight->in_features)) return status;
-  if (weight->data == nullptr || reinterpret_cast<uintptr_t>(weight->data) % 64 != 0) {
-    return fail(PS_INVALID_ARGUMENT, "packed weights must be aligned to 64 bytes");
   }
   return PS_OK;
 }
@@ -57,6 +50,14 @@ int check_row_ids(const int64_t* row_ids, int64_t num_rows, int64_t table_rows) 
 }
 
 }  // namespace
+
+int ps::check_weight(const ps_linear_weight* weight) {
+  if (const int status = check_shape(weight->format, weight->out_features, weight->in_features)) return status;
+  if (weight->data == nullptr || reinterpret_cast<uintptr_t>(weight->data) % 64 != 0) {
+    return fail(PS_INVALID_ARGUMENT, "packed weights must be aligned to 64 bytes");
+  }
+  return PS_OK;
+}
 
 extern "C" {
 

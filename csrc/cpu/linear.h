@@ -58,6 +58,9 @@ static inline const GgmlType* find_ggml_type(int id) {
   return nullptr;
 }
 
+// In linear.cpp: PS_OK, or the status of a failure.
+int check_weight(const ps_linear_weight* weight);
+
 PS_FOR_EACH_ISA(
     void linear(const LinearArgs& args, int* status);
 

@@ -472,3 +472,5 @@ void linear(const LinearArgs& args, int* status) {
 
 }  // namespace PS_ISA
 }  // namespace ps
+
+#include "linear_experts.h"

@@ -11,7 +11,7 @@ struct Buffer {
   ~Buffer() { std::free(data); }
 };
 
-thread_local Buffer t_buffers[2];
+thread_local Buffer t_buffers[3];
 
 }  // namespace
 

@@ -11,5 +11,6 @@ void* thread_scratch(int slot, size_t bytes);
 
 constexpr int kScratchPiece = 0;  // inside a piece of parallel_for
 constexpr int kScratchCall = 1;   // around parallel_for, shared by its pieces
+constexpr int kScratchGroups = 2;  // around a call that uses the others
 
 }  // namespace ps

@@ -72,6 +72,8 @@ constexpr Op kOps[] = {
     PS_OP(ps_rotary_attention),
     PS_OP(ps_linear),
     PS_OP(ps_linear_rows),
+    PS_OP(ps_route),
+    PS_OP(ps_experts_sum),
     PS_OP(ps_ggml_rows),
     PS_OP(ps_layer_norm),
     PS_OP(ps_activation),

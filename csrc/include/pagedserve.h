@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define PS_API __attribute__((visibility("default")))
-#define PS_ABI_VERSION 5
+#define PS_ABI_VERSION 6
 
 #ifdef __cplusplus
 extern "C" {
@@ -168,6 +168,19 @@ PS_API int ps_ggml_rows(float* out, int64_t out_stride, const void* rows, int64_
 PS_API int ps_linear(float* out, int64_t out_stride, const float* x, int64_t x_stride, int64_t num_rows,
                      const ps_linear_weight* weight, const float* bias, const float* residual,
                      int64_t residual_stride);
+
+/* A token's best experts: chosen [num_rows, top_k], the largest logits first, of equal ones the first expert's, NaN
+ * before all; weights [num_rows, top_k], their softmax over all num_experts logits, or with renormalize over the chosen. */
+PS_API int ps_route(float* weights, int64_t* chosen, const float* logits, int64_t logits_stride, int64_t num_rows,
+                    int64_t num_experts, int64_t top_k, int renormalize);
+
+/* out[row] = the sum of weights[row, i] * down(activation(gate(x[row])) * up(x[row])) over its chosen experts, added in
+ * the order of i. x, out: [num_rows, hidden_size], not the same; weights, chosen: [num_rows, top_k]. gate_up:
+ * [num_experts, 2] of [expert_size, hidden_size], the gate first; down: [num_experts] of [hidden_size, expert_size]; each
+ * matrix may have a format of its own. A row's bits depend neither on the other rows nor on the number of threads. */
+PS_API int ps_experts_sum(float* out, int64_t out_stride, const float* x, int64_t x_stride, int64_t num_rows,
+                          const float* weights, const int64_t* chosen, int64_t top_k, const ps_linear_weight* gate_up,
+                          const ps_linear_weight* down, int64_t num_experts, int activation);
 
 /* One token a row of logits [num_rows, vocab]; every other argument has one number a row. temperature 0 takes the
  * likeliest token, the first of equals. Else logits / temperature, min_p (0: none), top_k (0: none), top_p (of what is

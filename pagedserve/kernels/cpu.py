@@ -441,6 +441,50 @@ def linear_rows(weight: native.PackedMatrix, row_ids: torch.Tensor, out: torch.T
     return out
 
 
+def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    _rows(logits, "logits", 2)
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32)
+    chosen = torch.empty((num_tokens, top_k), dtype=torch.int64)
+    native.call(
+        "ps_route", weights.data_ptr(), chosen.data_ptr(), logits.data_ptr(), logits.stride(0), num_tokens, num_experts,
+        top_k, int(renormalize),
+    )  # fmt: skip
+    return weights, chosen
+
+
+def experts(
+    x: torch.Tensor,  # [num_tokens, hidden]
+    weights: torch.Tensor,  # [num_tokens, top_k]
+    chosen: torch.Tensor,  # int64 [num_tokens, top_k]
+    gate_up: native.PackedExperts,  # [num_experts, 2 * expert_size, hidden], gate and up apart
+    down: native.PackedExperts,  # [num_experts, hidden, expert_size]
+    kind: str,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    _rows(x, "x", 2)
+    _rows(weights, "weights", 2)
+    _ints(chosen, "chosen", torch.int64, 2)
+    num_experts, hidden_size, expert_size = down.shape
+    _same(gate_up.shape, (num_experts, 2 * expert_size, hidden_size), "gate_up")
+    _same(tuple(gate_up.part_sizes), (expert_size, expert_size), "a gate and up")
+    _same(tuple(down.part_sizes), (hidden_size,), "a down")
+    _same(x.shape[1:], (hidden_size,), "x's last dimension")
+    _same(chosen.shape[:1], (x.shape[0],), "chosen's first dimension")
+    _same(weights.shape, tuple(chosen.shape), "weights")
+    if not (weights.is_contiguous() and chosen.is_contiguous()):
+        raise ValueError("weights and chosen must be contiguous")
+    if out is None:
+        out = torch.empty(x.shape, dtype=torch.float32)
+    _rows(out, "out", 2)
+    _same(out.shape, tuple(x.shape), "out")
+    native.call(
+        "ps_experts_sum", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), x.shape[0], weights.data_ptr(),
+        chosen.data_ptr(), chosen.shape[1], gate_up.address, down.address, num_experts, _ACTIVATIONS[kind],
+    )  # fmt: skip
+    return out
+
+
 def ggml_rows(table: np.ndarray, ggml_type: int, in_features: int, row_ids: torch.Tensor) -> torch.Tensor:
     """Rows of a GGUF tensor as it lies in the file, uint8 [num_table_rows, row_bytes]: fp32 [num_rows, in_features]."""
     _ints(row_ids, "row_ids", torch.int64, 1)

@@ -27,7 +27,7 @@ from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_NAME = "libpagedserve_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 _TYPES: dict[str, Any] = {
@@ -61,6 +61,8 @@ SIGNATURES: dict[str, str] = {
     "ps_linear_rows": "plppl",
     "ps_ggml_rows": "plplllipl",
     "ps_linear": "plpllpppl",
+    "ps_route": "ppplllli",
+    "ps_experts_sum": "plpllpplppli",
     "ps_sample": "plllpppppp",
     "ps_program_create": "pll",
     "ps_program_add_buffer": "pll",
@@ -330,6 +332,25 @@ class PackedMatrix:
         if rows.strides[0] != rows.shape[1]:
             rows = np.ascontiguousarray(rows)
         call("ps_linear_pack_ggml", self.address, first_row, rows.shape[0], rows.ctypes.data, rows.shape[1], ggml_type)
+
+
+class PackedExperts:
+    """One projection of every expert: several packed matrices each, of one input, whose rows count as stacked.
+
+    [num_experts, out_features, in_features] in `shape`. Any matrix may have a format of its own.
+    """
+
+    def __init__(self, experts: Sequence[Sequence[PackedMatrix]]) -> None:
+        """Raises ValueError where experts differ in their shapes."""
+        shapes = {tuple((matrix.out_features, matrix.in_features) for matrix in expert) for expert in experts}
+        if len(shapes) != 1 or len({columns for _, columns in next(iter(shapes))}) != 1:
+            raise ValueError(f"experts must have one shape, these have {sorted(shapes)}")
+        self.matrices = [list(expert) for expert in experts]
+        self.part_sizes = [rows for rows, _ in next(iter(shapes))]
+        self.shape = (len(experts), sum(self.part_sizes), self.matrices[0][0].in_features)
+        structs = [LinearWeightStruct.from_address(m.address) for expert in experts for m in expert]
+        self._array = (LinearWeightStruct * len(structs))(*structs)
+        self.address = ctypes.addressof(self._array)
 
 
 def linear_format_of_ggml_type(ggml_type: int) -> str | None:

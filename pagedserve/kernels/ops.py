@@ -126,16 +126,15 @@ def route(
     Of equal logits the first expert's comes first, and NaN before all numbers. With NaN or +inf among a token's logits,
     or nothing above -inf, its weights are NaN.
     """
-    implementation = _implementation(logits)
-    return (reference if implementation is cpu else implementation).route(logits, top_k, renormalize)
+    return _implementation(logits).route(logits, top_k, renormalize)
 
 
 def experts(
     x: torch.Tensor,  # [num_tokens, hidden]
     weights: torch.Tensor,  # float32 [num_tokens, top_k]
     chosen: torch.Tensor,  # int64 [num_tokens, top_k], numbers of experts
-    gate_up: torch.Tensor,  # [num_experts, 2 * expert_size, hidden], the gate's rows first
-    down: torch.Tensor,  # [num_experts, hidden, expert_size]
+    gate_up: torch.Tensor | native.PackedExperts,  # [num_experts, 2 * expert_size, hidden], the gate's rows first
+    down: torch.Tensor | native.PackedExperts,  # [num_experts, hidden, expert_size]
     activation: str,
     *,
     out: torch.Tensor | None = None,
@@ -143,9 +142,10 @@ def experts(
     """Each token's sum of weight * down(act(gate(x)) * up(x)) over its experts (arXiv 1701.06538, 2401.04088).
 
     `activation` is "silu", "gelu_erf" or "gelu_tanh". Products are added in fp32 in the order of the token's choices,
-    so that a token's result does not depend on its neighbours.
+    so that a token's result does not depend on its neighbours; with packed weights no bit of it does.
     """
-    return reference.experts(x, weights, chosen, gate_up, down, activation, out)
+    implementation = cpu if isinstance(gate_up, native.PackedExperts) else reference
+    return implementation.experts(x, weights, chosen, gate_up, down, activation, out)
 
 
 def embedding(

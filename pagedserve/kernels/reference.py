@@ -92,7 +92,7 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     wide = logits.float()
     # By logits: two shares may be one number where their logits are not. NaN comes first.
-    experts = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    experts = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weights = torch.softmax(wide, dim=-1).gather(1, experts)
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
 

@@ -30,6 +30,11 @@ _GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def gated_activation_kind(name: str) -> str:
+    """The op's name of a gated activation; ModelLoadError lists what is known."""
+    return _op(name, _GATED)
+
+
 def gated_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """act(x[:, :dim]) * x[:, dim:]: [num_tokens, 2 * dim] -> [num_tokens, dim]; ModelLoadError lists what is known."""
     return _GATED[_op(name, _GATED)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedserve.errors import ModelLoadError
-from pagedserve.layers.activation import gated_activation
+from pagedserve.layers.activation import gated_activation_kind
 from pagedserve.layers.moe import MixtureOfExperts
 from pagedserve.models.blocks import MLP
 from pagedserve.models.decoder import Builder, DecoderConfig, decoder_fields
@@ -88,11 +88,11 @@ def experts(build: Builder, name: str, parts: Sequence[str]) -> MixtureOfExperts
     sizes = config.expert_size, config.hidden_size
     return MixtureOfExperts(
         weights.linear(f"{name}.gate", config.num_experts, config.hidden_size, bias=False, exact=True),
-        [weights.linear([f"{n}.{gate}", f"{n}.{up}"], sizes[:1] * 2, sizes[1], bias=False) for n in names],
-        [weights.linear(f"{n}.{down}", *sizes[::-1], bias=False) for n in names],
+        weights.experts([[f"{n}.{gate}", f"{n}.{up}"] for n in names], *sizes),
+        weights.experts([[f"{n}.{down}"] for n in names], *sizes[::-1]),
         top_k=config.num_experts_per_token,
         renormalize=config.renormalize,
-        activation=gated_activation(config.hidden_act),
+        activation=gated_activation_kind(config.hidden_act),
     )
 
 

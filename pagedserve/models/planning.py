@@ -132,6 +132,10 @@ class PlannedMethod(QuantMethod):
         kinds = kinds * (len(parts) // len(kinds))
         return _PlannedWeight(self, kinds, [part.shape[0] for part in parts], in_features)
 
+    def stack_experts(self, experts: Sequence[Sequence[LinearWeight]]) -> torch.Tensor:
+        rows = sum(part.out_features for part in experts[0])
+        return torch.empty((len(experts), rows, experts[0][0].in_features), device=META)
+
 
 class _PlannedWeight(LinearWeight):
     """The size of a matrix that nobody made."""

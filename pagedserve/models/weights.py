@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pagedserve.errors import ModelLoadError
+from pagedserve.kernels.native import PackedExperts
 from pagedserve.layers.embedding import DenseEmbedding, Embedding, PackedEmbedding, SharedEmbedding
 from pagedserve.layers.linear import Linear
 from pagedserve.layers.norm import LayerNorm, RMSNorm
@@ -100,6 +101,17 @@ class Weights:
         biases = [self.vector(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)] if bias else []
         joined = torch.cat(biases) if biases else None
         return Linear(weight, joined if order is None or joined is None else joined[order.to(joined.device)])
+
+    def experts(
+        self, names: Sequence[Sequence[str]], out_features: int, in_features: int
+    ) -> torch.Tensor | PackedExperts:
+        """One projection of every expert; the matrices of one, each [out_features, in_features], count as stacked."""
+        made = []
+        for expert in names:
+            for name in expert:
+                self._take(f"{name}.weight", (out_features, in_features))
+            made.append([self._matrix([f"{name}.weight"], out_features, in_features, self._quant) for name in expert])
+        return self._quant.stack_experts(made)
 
     def embedding_and_head(
         self, embedding: str, head: str, *, vocab_size: int, hidden_size: int, tied: bool

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedserve.kernels.native import PackedExperts
+
 _Part = TypeVar("_Part")
 
 
@@ -128,6 +130,14 @@ class QuantMethod(ABC):
         Args:
             stored: the GGML type of each in its file; dense ones are F32, BF16 or F16.
             out_features: rows of each.
+        """
+
+    @abstractmethod
+    def stack_experts(self, experts: Sequence[Sequence[LinearWeight]]) -> Tensor | PackedExperts:
+        """One projection of every expert of a mixture, as `ops.experts` takes it.
+
+        Args:
+            experts: weights that this method made; those of one expert are stacked by rows.
         """
 
     def exact(self) -> QuantMethod:

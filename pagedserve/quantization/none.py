@@ -72,6 +72,9 @@ class DenseMethod(QuantMethod):
         kept = [self._dtype or FLOAT_TYPES.get(kind, torch.float32) for kind in stored]
         return sum(out_features) * in_features * functools.reduce(torch.promote_types, kept).itemsize
 
+    def stack_experts(self, experts: Sequence[Sequence[LinearWeight]]) -> torch.Tensor:
+        return torch.stack([torch.cat([part.weight for part in expert]) for expert in experts])
+
     def _stack(self, parts: list[torch.Tensor]) -> DenseWeight:
         rounded = [part if self._rounded_to is None else part.to(self._rounded_to) for part in parts]
         typed = [part.to(device=self._device, dtype=self._dtype) for part in rounded]

@@ -166,6 +166,9 @@ class PackedMethod(QuantMethod):
             return self._format_for(_FORMAT_OF_DTYPE[FLOAT_TYPES[kind]])
         return self._format_for(native.linear_format_of_ggml_type(type_number(kind)) or "float32")
 
+    def stack_experts(self, experts: Sequence[Sequence[LinearWeight]]) -> native.PackedExperts:
+        return native.PackedExperts([[part.packed for part in expert] for expert in experts])
+
     def _format_for(self, stored: str) -> str:
         if self._format == "auto":
             return stored

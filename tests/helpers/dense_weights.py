@@ -47,3 +47,6 @@ class DenseMethod(QuantMethod):
 
     def size_of(self, stored: Sequence[str], out_features: Sequence[int], in_features: int) -> int:
         return 4 * sum(out_features) * in_features
+
+    def stack_experts(self, experts: Sequence[Sequence[LinearWeight]]) -> torch.Tensor:
+        return torch.stack([torch.cat([part.weight for part in expert]) for expert in experts])

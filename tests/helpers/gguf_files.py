@@ -67,13 +67,13 @@ def write_llama_gguf(
     config: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
     *,
-    quant: str = "F32",
+    quant: str | Callable[[str], str] = "F32",
     rope_freqs: np.ndarray | None = None,
     alignment: int | None = None,
     tokenizer: Callable[[GGUFWriter], None] | None = None,
     metadata: Callable[[GGUFWriter], None] | None = None,
 ) -> Path:
-    """Write fp32 tensors (Hugging Face names and layout) as a GGUF `llama`; matrices are stored as `quant`."""
+    """Write fp32 tensors (Hugging Face names and layout) as a GGUF `llama`; matrices are stored as `quant` says."""
     writer = GGUFWriter(path, "llama")
     if alignment is not None:
         writer.add_custom_alignment(alignment)
@@ -104,7 +104,8 @@ def write_llama_gguf(
             value = interleave(value, num_heads)
         elif ".k_proj." in name:
             value = interleave(value, num_kv_heads)
-        kind = GGMLQuantizationType[quant if value.ndim == 2 else "F32"]
+        matrix_kind = quant if isinstance(quant, str) else quant(name)
+        kind = GGMLQuantizationType[matrix_kind if value.ndim == 2 else "F32"]
         if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
             stored = value.astype(np.float16) if kind == GGMLQuantizationType.F16 else value
             writer.add_tensor(gguf_name(name), stored)

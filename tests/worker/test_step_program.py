@@ -82,6 +82,18 @@ def gguf(folder: Path, quant: str) -> Path:
     return write_llama_gguf(folder / "model.gguf", config, random_tensors(config), quant=quant)
 
 
+def mixed_formats(folder: Path) -> Path:
+    """Query and key in 4 bits, value in 16, gate and up in 4 and 8: fused projections are several products."""
+    config = llama_config(hidden_size=64, intermediate_size=128)
+    kinds = {"v_proj": "F16", "gate_proj": "Q4_0", "q_proj": "Q4_0", "k_proj": "Q4_0"}
+
+    def kind_of(name: str) -> str:
+        return kinds.get(name.split(".")[-2], "Q8_0")
+
+    folder.mkdir(exist_ok=True)
+    return write_llama_gguf(folder / "model.gguf", config, random_tensors(config), quant=kind_of)
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {
     "plain": plain,
     "tied": lambda folder: plain(folder, tie_word_embeddings=True),
@@ -90,6 +102,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "windowed": windowed,
     "gguf Q8_0": lambda folder: gguf(folder, "Q8_0"),
     "gguf F16": lambda folder: gguf(folder, "F16"),
+    "gguf, fused matrices of several formats": mixed_formats,
 }
 
 
@@ -98,6 +111,14 @@ def test_a_captured_step_has_the_bits_of_its_ops(tmp_path: Path, name: str) -> N
     driver, graph = compared_driver(MODELS[name](tmp_path / "model"))
     mixed_steps(driver)
     assert graph.shapes == [(46, 2), (10, 0), (10, 3), (3, 3)]
+
+
+def test_parts_of_other_formats_are_products_of_their_own(tmp_path: Path) -> None:
+    driver = Driver(mixed_formats(tmp_path), native=True)
+    layers = driver.runner._model.layers
+    assert [part.format for part in layers[0].attention.qkv_proj.weight.parts] == ["int4_sym", "float16"]
+    mixed_steps(driver)
+    assert driver.runner.graph.op_names.count("ps_linear") == 6 * len(layers) + 1
 
 
 @pytest.mark.parametrize("isa_name", ["scalar", None])
