@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from pagedserve import envs
-from pagedserve.kernels import cpu, native, reference
+from pagedserve.kernels import cpu, cuda, native, native_cuda, reference
 
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Triton's own switch, read once as Triton does: then CPU tensors take the way of a GPU's, and csrc is not loaded.
@@ -252,13 +252,22 @@ def logprobs(
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies whole blocks within a pool, in order. pool: [num_blocks, ...]; pairs: int64 [n, 2] of (src, dst)."""
-    swap_blocks(pool, pool, pairs)
+    if _blocks_implementation(pool, pool) is cuda:
+        cuda.copy_blocks(pool, pairs)
+    else:
+        swap_blocks(pool, pool, pairs)
 
 
 def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies whole blocks from one pool to another, in order. pools: [num_blocks, ...]; pairs: int64 [n, 2]."""
-    on_cpu = src_pool.is_cpu and dst_pool.is_cpu and native.available()
-    (cpu if on_cpu else reference).swap_blocks(src_pool, dst_pool, pairs)
+    _blocks_implementation(src_pool, dst_pool).swap_blocks(src_pool, dst_pool, pairs)
+
+
+def _blocks_implementation(src_pool: torch.Tensor, dst_pool: torch.Tensor) -> ModuleType:
+    if src_pool.is_cpu and dst_pool.is_cpu:
+        return cpu if native.available() else reference
+    in_vectors = dst_pool.stride(0) * dst_pool.element_size() % 16 == 0
+    return cuda if in_vectors and native_cuda.why_not() is None else reference
 
 
 def linear(

@@ -273,7 +273,7 @@ def _gather(
 
 def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
     for src, dst in pairs.tolist():
-        dst_pool[dst].copy_(src_pool[src])
+        dst_pool[dst].copy_(src_pool[src], non_blocking=True)
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import time
+import weakref
 
 import torch
 
+from pagedserve.errors import ConfigError
 from pagedserve.kernels import ops
 from pagedserve.step import BlockOps
+from pagedserve.worker.swap_copies import HostCopies, StreamCopies, SwapCopies
 
 _PAGE = mmap.PAGESIZE
 
@@ -37,10 +39,15 @@ class KVStorage:
     ) -> None:
         shape = (num_layers, *layer_block_shape)
         self.device_pool, self._device_memory = _pool((num_device_blocks, *shape), dtype, device)
-        self.host_pool, _ = _pool((num_host_blocks, *shape), dtype, torch.device("cpu"), pin_for=device)
+        self.host_pool, _ = _pool((num_host_blocks, *shape), dtype, torch.device("cpu"))
+        self._swaps: SwapCopies = HostCopies()
+        if device.type == "cuda":
+            _pin(self.host_pool)
+            self._swaps = StreamCopies(device, torch.cuda)
 
     def execute(self, block_ops: BlockOps) -> float:
-        """Runs the copies in their documented order and returns the seconds that the swaps took.
+        """Runs the copies in their documented order and returns the seconds that swaps took: these, or, on a GPU, where
+        nobody waits for them, those of earlier steps that have ended meanwhile.
 
         RuntimeError where they stop halfway for lack of memory: unlike a forward, they cannot simply be repeated.
         """
@@ -50,13 +57,13 @@ class KVStorage:
             raise RuntimeError("blocks could not be moved: the device has no memory left") from error
 
     def _execute(self, block_ops: BlockOps) -> float:
-        seconds = self._swap(self.device_pool, self.host_pool, block_ops.swap_out)
-        seconds += self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
+        self._swap(self.device_pool, self.host_pool, block_ops.swap_out)
+        self._swap(self.host_pool, self.device_pool, block_ops.swap_in)
         if block_ops.copy:
             ops.copy_blocks(self.device_pool, _pairs(block_ops.copy, self.device_pool, self.device_pool))
         if block_ops.discard and self._device_memory is not None:
             self._discard(self._device_memory, block_ops.discard)
-        return seconds
+        return self._swaps.take_seconds()
 
     def _discard(self, memory: mmap.mmap, block_ids: list[int]) -> None:
         """The whole pages of these blocks become the system's again; they read as zeros when next touched."""
@@ -67,14 +74,10 @@ class KVStorage:
             if end > first:
                 memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
-    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> float:
-        if not pairs:
-            return 0.0
-        started = time.perf_counter()
-        ops.swap_blocks(source, target, _pairs(pairs, source, target))
-        if self.device_pool.is_cuda:
-            torch.cuda.synchronize(self.device_pool.device)  # so that what is measured is the copy
-        return time.perf_counter() - started
+    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            checked = _pairs(pairs, source, target)
+            self._swaps.run(lambda: ops.swap_blocks(source, target, checked))
 
 
 def _pairs(pairs: list[tuple[int, int]], source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -86,14 +89,10 @@ def _pairs(pairs: list[tuple[int, int]], source: torch.Tensor, target: torch.Ten
     return result
 
 
-def _pool(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin_for: torch.device | None = None
-) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """The pool, and on CPUs (where the system can take pages back) its memory."""
+def _pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """The pool, and in the host's memory (where the system can take pages back) what it lies in."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device), None
-    if pin_for is not None and pin_for.type == "cuda":
-        return torch.zeros(shape, dtype=dtype, pin_memory=True), None
     # Zeros that the system gives on first touch: a backend that reads a whole block and masks a part of it must not
     # meet the NaNs that stale memory could hold. torch.zeros would write them all.
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -105,3 +104,20 @@ def _pool(
             memory.madvise(mmap.MADV_HUGEPAGE)
     pool = torch.frombuffer(memory, dtype=dtype).view(shape)
     return pool, memory if hasattr(mmap, "MADV_DONTNEED") else None
+
+
+def _pin(pool: torch.Tensor) -> None:
+    """Lets the GPU copy from and to it by itself, until the tensor is gone.
+
+    torch's own pinned memory comes in powers of two: up to twice of what is large already.
+    """
+    if pool.numel() == 0:
+        return
+    cudart = torch.cuda.cudart()
+    address = pool.data_ptr()
+    error = int(cudart.cudaHostRegister(address, pool.nbytes, 0))
+    if error != 0:
+        raise ConfigError(
+            f"the host pool of {pool.nbytes / 2**30:.1f} GiB cannot be pinned (CUDA error {error}): lower --swap-space"
+        )
+    weakref.finalize(pool, cudart.cudaHostUnregister, address)
