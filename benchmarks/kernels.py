@@ -1,8 +1,9 @@
-"""Speed of the native CPU kernels, on the shapes of SmolLM2-135M and Llama-3-8B.
+"""Speed of the native CPU kernels, on the shapes of SmolLM2-135M and Llama-3-8B, and of the ops on a GPU where one is.
 
     python benchmarks/kernels.py                      a table
     python benchmarks/kernels.py --json               the same as one JSON line
     python benchmarks/kernels.py --isa avx2 --only decode
+    python benchmarks/kernels.py --only gpu           the GPU's rows alone
 
 Every case is the best of --repeats runs over data that rotates among copies, so that a small case does not sit in
 the cache. The share of idle CPU time before the run is printed: numbers from a busy machine mean little.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+import gpu_ops
 import torch
 from machine import idle_share
 
@@ -124,6 +126,10 @@ def elementwise_cases(repeats: int) -> Iterator[Result]:
     yield _result("copy_blocks 32", seconds, 32 * pool.shape[1] * 4, 0)
 
 
+def gpu_cases(repeats: int) -> Iterator[Result]:
+    return (_result(*case) for case in gpu_ops.cases(repeats))
+
+
 def _result(name: str, seconds: float, read: int, flop: int) -> Result:
     return Result(name, round(seconds * 1e6, 2), round(read / seconds / 1e9, 2), round(flop / seconds / 1e9, 1))
 
@@ -142,11 +148,14 @@ def main() -> None:
     if options.threads:
         native.set_num_threads(options.threads)
     machine = {"isa": native.isa(), "threads": native.num_threads(), "idle_share": round(idle_share(), 3)}
+    has_gpu = torch.cuda.is_available()
+    machine["gpu"] = torch.cuda.get_device_name() if has_gpu else "none here: rows of GPU ops are left out"
     results = []
     if not options.json:
         print(machine)
         print(f"{'case':48} {'us':>10} {'GB/s':>8} {'GFLOP/s':>8}")
-    for cases in (attention_cases, elementwise_cases):
+    on_cpu = () if options.only.startswith("gpu") else (attention_cases, elementwise_cases)
+    for cases in (*on_cpu, *((gpu_cases,) if has_gpu else ())):
         for result in _chosen(cases, options.only, options.repeats):
             results.append(result)
             if not options.json:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pagedserve.kernels import reference
 from pagedserve.kernels.triton import elementwise as elementwise_kernels
 from pagedserve.kernels.triton import embedding as embedding_kernels
+from pagedserve.kernels.triton import experts as experts_kernels
 from pagedserve.kernels.triton import logits as logits_kernels
 from pagedserve.kernels.triton import logprobs as logprobs_kernels
 from pagedserve.kernels.triton import moe as moe_kernels
@@ -135,6 +136,29 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     experts = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)
     moe_kernels.route(weights, experts, logits, renormalize).run()
     return weights, experts
+
+
+def experts(
+    x: torch.Tensor,  # [num_tokens, hidden]
+    weights: torch.Tensor,  # float32 [num_tokens, top_k]
+    chosen: torch.Tensor,  # int64 [num_tokens, top_k]
+    gate_up: torch.Tensor,  # [num_experts, 2 * expert_size, hidden]
+    down: torch.Tensor,  # [num_experts, hidden, expert_size]
+    kind: str,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    _rows(x, "x", 2)
+    num_experts, hidden_size, size = down.shape
+    _same(gate_up, (num_experts, 2 * size, hidden_size), "gate_up")
+    _same(x, (len(x), hidden_size), "x")
+    _same(weights, chosen.shape, "weights")
+    if not (gate_up.is_contiguous() and down.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("weights of experts and of the router must be contiguous")
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _same(_rows(out, "out", 2), x.shape, "out")
+    experts_kernels.experts(out, x, weights, chosen, gate_up, down, kind)
+    return out
 
 
 def embedding(table: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

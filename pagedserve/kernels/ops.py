@@ -144,7 +144,7 @@ def experts(
     `activation` is "silu", "gelu_erf" or "gelu_tanh". Products are added in fp32 in the order of the token's choices,
     so that a token's result does not depend on its neighbours; with packed weights no bit of it does.
     """
-    implementation = cpu if isinstance(gate_up, native.PackedExperts) else reference
+    implementation = cpu if isinstance(gate_up, native.PackedExperts) else _dense_implementation(gate_up)
     return implementation.experts(x, weights, chosen, gate_up, down, activation, out)
 
 

@@ -16,7 +16,18 @@ import torch
 # Every module of kernels: each has `variants() -> list[Variant]`.
 MODULES = tuple(
     f"pagedserve.kernels.triton.{name}"
-    for name in ("kv_cache", "norm", "elementwise", "embedding", "rotary", "logits", "sampling", "logprobs", "moe")
+    for name in (
+        "kv_cache",
+        "norm",
+        "elementwise",
+        "embedding",
+        "rotary",
+        "logits",
+        "sampling",
+        "logprobs",
+        "moe",
+        "experts",
+    )
 )
 
 

@@ -184,11 +184,28 @@ def route(rows: int, num_experts: int, top_k: int, dtype: torch.dtype, device: t
         torch.testing.assert_close(weights, wanted_weights, atol=1e-6, rtol=1e-5, equal_nan=True)
 
 
+def experts(
+    num_tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = apart(randn(device, num_tokens, hidden, dtype=dtype))
+    gate_up = randn(device, num_experts, 2 * size, hidden, dtype=dtype) / hidden**0.5
+    down = randn(device, num_experts, hidden, size, dtype=dtype) / size**0.5
+    router = randn(device, num_tokens, num_experts) - 3 * (torch.arange(num_experts, device=device) == 1)
+    weights, chosen = reference.route(router, top_k, True)  # hardly anybody takes expert 1
+    for kind in ("silu", "gelu_tanh"):
+        found = gpu.experts(x, weights, chosen, gate_up, down, kind, poisoned(x))
+        wide = (x.double(), weights.double(), chosen, gate_up.double(), down.double())
+        assert_near(found, reference.experts(*wide, kind, None), factor=4)
+
+
 def cases() -> list[Case]:
     found: dict[str, Callable[[torch.device], None]] = {
         "norm_keeps_nan_in_its_row": norm_keeps_nan_in_its_row,
         "rotary_beyond_the_table": rotary_beyond_the_table,
         "linear": linear,
+        "experts-float32": partial(experts, 5, 40, 72, 3, 2, torch.float32),
+        "experts-float16": partial(experts, 37, 32, 24, 2, 1, torch.float16),
+        "experts-bfloat16": partial(experts, 1, 72, 20, 5, 3, torch.bfloat16),
         "token_bitmask-1x33": partial(token_bitmask, 1, 33),
         "token_bitmask-5x5000": partial(token_bitmask, 5, 5000),
     }
@@ -216,6 +233,8 @@ def cases() -> list[Case]:
         "activations-2048x14336": partial(activations, 2048, 14336, torch.bfloat16),
         "arithmetic-256x128256": partial(arithmetic, 256, 128256, torch.float32),
         "token_bitmask-256x128256": partial(token_bitmask, 256, 128256),
+        "experts-64-of-128": partial(experts, 64, 2048, 768, 128, 8, torch.bfloat16),
+        "experts-4096-of-8": partial(experts, 4096, 1024, 3584, 8, 2, torch.bfloat16),
         "route-4096x128": partial(route, 4096, 128, 8, torch.bfloat16),
     }
     return small + [Case(name=name, run=run, full_size=True) for name, run in full_size.items()]

@@ -1,0 +1,69 @@
+"""The engine on Triton kernels, run by their interpreter: greedy tokens of each kind of model are those of the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedserve import LLM, SamplingParams
+from tests.helpers.hf_checkpoints import write_random
+from tests.models.test_architectures import CASES
+
+ROOT = Path(__file__).parents[2]
+# Rotary with GQA; biases; gates of GELU, soft caps and windows; LayerNorm with learned positions, before and after; a
+# rotary part of a head; normalised heads.
+USUAL = ("llama", "gemma2", "opt")
+PROMPTS = [[5, 9, 40, 7, 300, 12, 12, 80, 33], [17]]
+SETTINGS = {"num_device_blocks": 16, "num_threads": 1, "max_model_len": 64, "max_num_seqs": 2}
+
+
+def generate(folder: Path, num_tokens: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", **SETTINGS) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def interpreted(folders: list[Path], num_tokens: int) -> dict[str, list[list[int]]]:
+    """The same by Triton's interpreter, which has to be chosen before a process starts. Keys: names of the folders."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.test_triton_interpreter", str(num_tokens), *map(str, folders)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write(folder: Path, name: str) -> Path:
+    case = CASES[name]
+    write_random(folder / name, case.model_type, tokenizer=True, **{**case.sizes, **case.changes})
+    return folder / name
+
+
+def check(folder: Path, names: list[str], num_tokens: int) -> None:
+    folders = [write(folder, name) for name in names]
+    found = interpreted(folders, num_tokens)
+    assert found == {path.name: generate(path, num_tokens) for path in folders}
+
+
+def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
+    check(tmp_path, list(USUAL), num_tokens=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_tokens_of_every_architecture_are(tmp_path: Path) -> None:
+    check(tmp_path, [name for name in CASES if name not in USUAL], num_tokens=4)
+
+
+if __name__ == "__main__":
+    print(json.dumps({Path(folder).name: generate(Path(folder), int(sys.argv[1])) for folder in sys.argv[2:]}))
