@@ -88,7 +88,7 @@ def measure(model: str, connections: int, num_tokens: int, route: str, profile: 
     server = start_server(model, connections, port)
     try:
         api = psutil.Process(server.pid)
-        (core,) = [child for child in api.children() if "core_process" in " ".join(child.cmdline())]
+        (core,) = [child for child in api.children() if "core_main" in " ".join(child.cmdline())]
         asyncio.run(drive(port, 8, 16, route))  # imports and first uses are not what is measured
         spy = None
         if profile is not None:

@@ -1,10 +1,10 @@
-"""From the command to the first token: `pagedserve serve` started again and again, warm, one source tree or several.
+"""From the command to the first token: `pagedserve serve` started again and again with warm caches.
 
     python benchmarks/startup.py --runs 10
-    python benchmarks/startup.py --pythons old/.venv/bin/python,.venv/bin/python   # in turn: for comparison
+    python benchmarks/startup.py --pythons before/.venv/bin/python,after/.venv/bin/python     # in turn, to compare
 
 The clock runs from before the process is made until the answer to a completion of one token is there; the port is asked
-every few milliseconds. Medians, and the phases that the server's own log tells of.
+every few milliseconds. Below the medians: when the server's log said what, in the fastest start of each interpreter.
 """
 
 from __future__ import annotations
@@ -12,41 +12,56 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import re
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from machine import idle_share
 
 from pagedserve.config import DEFAULT_MODEL
 
 _POLL_SECONDS = 0.005
-_PHASE = re.compile(rb"\] (\S.*) \((\d+\.\d+) s\)|INFO +(\S.*) \((\d+\.\d+) s\)")
 
 
-def free_port() -> int:
+@dataclass
+class Start:
+    """One start: when its first token was there, and its log's lines with their times."""
+
+    seconds: float = 0.0
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+
+def start_once(python: str, model: str, extra: Sequence[str]) -> Start:
+    """RuntimeError where the server ends before it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port = probe.getsockname()[1]
+    command = [python, "-m", "pagedserve.cli", "serve", model, "--port", str(port), *extra]
+    found, began = Start(), time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
 
+    def read(stream: Sequence[str] = process.stderr) -> None:
+        found.lines += ((time.perf_counter() - began, line.rstrip()) for line in stream)
 
-def first_token(python: str, model: str, extra: Sequence[str]) -> float:
-    """Seconds of one start. RuntimeError where the server ends before it answers."""
-    port = free_port()
-    command = [python, "-m", "pagedserve.cli", "serve", model, "--port", str(port), "--host", "127.0.0.1", *extra]
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    reader = threading.Thread(target=read)
+    reader.start()
     try:
         while not _answers(port, model):
             if process.poll() is not None:
-                raise RuntimeError(process.stderr.read().decode() if process.stderr else "the server ended")
+                raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
             time.sleep(_POLL_SECONDS)
-        return time.perf_counter() - started
+        found.seconds = time.perf_counter() - began
     finally:
         process.terminate()
-        process.communicate()
+        process.wait()
+        reader.join()
+    return found
 
 
 def _answers(port: int, model: str) -> bool:
@@ -54,9 +69,7 @@ def _answers(port: int, model: str) -> bool:
     body = {"model": model, "prompt": "The capital of France is", "max_tokens": 1, "temperature": 0}
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status == 200
+        return connection.getresponse().status == 200
     except OSError:
         return False
     finally:
@@ -70,17 +83,23 @@ def main() -> None:
     parser.add_argument("--pythons", default=sys.executable, help="interpreters, one a source tree, taken in turn")
     parser.add_argument("extra", nargs="*", help="further options of `pagedserve serve`, behind --")
     args = parser.parse_args()
-    pythons = args.pythons.split(",")
-    seconds: dict[str, list[float]] = {python: [] for python in pythons}
-    for python in pythons:
-        first_token(python, args.model, args.extra)  # warms caches, and bytecode
+    starts: dict[str, list[Start]] = {python: [] for python in args.pythons.split(",")}
+    print(f"{idle_share():.0%} idle")
+    for python in starts:
+        start_once(python, args.model, args.extra)  # warms caches and bytecode
     for _ in range(args.runs):
-        for python in pythons:
-            seconds[python].append(first_token(python, args.model, args.extra))
-    for python, found in seconds.items():
-        median, best = statistics.median(found), min(found)
-        ratio = median / statistics.median(seconds[pythons[0]])
-        print(f"{python}: first token after {median:.2f} s (best {best:.2f}), {ratio:.2f} of the first")
+        for python, found in starts.items():
+            found.append(start_once(python, args.model, args.extra))
+    first = 0.0
+    for python, found in starts.items():
+        median, best = statistics.median(s.seconds for s in found), min(found, key=lambda s: s.seconds)
+        first = first or median
+        print(
+            f"{python}: first token after {median:.2f} s (best {best.seconds:.2f}), {median / first:.2f} of the first"
+        )
+        for at, line in best.lines:
+            if at < best.seconds:
+                print(f"    {at:.3f}  {line}")
 
 
 if __name__ == "__main__":

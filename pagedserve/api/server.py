@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -166,6 +167,8 @@ class _Service:
             await asyncio.wait((start, stop, http), return_when=asyncio.FIRST_COMPLETED)
             if start.done():
                 self._state.engine = start.result()
+                gc.freeze()
+                gc.enable()
                 self._greet(self._state.engine)
                 await asyncio.wait((stop, http), return_when=asyncio.FIRST_COMPLETED)
                 await self._drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 
 from pagedserve import log
 from pagedserve.cli.flags import add_config_flags, add_engine_flags, config_from_args, engine_config_from_args
@@ -21,6 +22,8 @@ def run(args: argparse.Namespace) -> int:
     server_config = config_from_args(ServerConfig, args)
     engine_config = engine_config_from_args(args)
     log.configure(process="api", level=server_config.log_level, fmt=server_config.log_format)
+    # As in the core (`engine/core_main.py`): all that a start makes stays. The server switches it on.
+    gc.disable()
     from pagedserve.engine.core_spawn import spawn_core
 
     # Its import of torch is the longest part of the start, so it begins before anything else is imported here.

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from pagedserve import errors
 from pagedserve.config import EngineConfig
-from pagedserve.engine.channel import AsyncChannel, ChannelClosedError, Codec
+from pagedserve.engine.async_channel import AsyncChannel
+from pagedserve.engine.channel import ChannelClosedError, Codec
 from pagedserve.engine.core import EngineCore, build_core
 from pagedserve.engine.core_process import FROM_CORE, TO_CORE
 from pagedserve.engine.core_spawn import SpawnedCore

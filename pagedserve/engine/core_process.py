@@ -1,4 +1,4 @@
-"""The core in a process of its own: `python -m pagedserve.engine.core_process FD LEVEL FORMAT` (FD: a socket).
+"""The core in a process of its own, which `core_main` begins.
 
 Two threads. The main one steps and sends; the reader takes messages off the channel the moment they come, so it also
 sees at once when the parent is gone (end of file), even in the middle of a step that hangs. Nothing of this process
@@ -86,9 +86,9 @@ def _start(channel: BlockingChannel, inbox: Inbox) -> EngineCore | None:
         channel.send(StartupFailed(kind=EngineDeadError.__name__, message=message))
         return None
     channel.send(ready)
-    # What was loaded stays for good: the collector need not walk it again.
-    gc.collect()
+    # What was loaded stays for good, and holds no garbage worth looking for: the collector need not walk it.
     gc.freeze()
+    gc.enable()
     return core
 
 
@@ -186,10 +186,3 @@ def main() -> int:
     log_module.configure(process="core", level=log_level, fmt=log_format)
     sock = socket.socket(fileno=int(fd))
     return serve(BlockingChannel(sock, Codec(sends=FROM_CORE, receives=TO_CORE)))
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    # All that is left is memory; taking torch apart in order would cost most of a second.
-    os._exit(code)

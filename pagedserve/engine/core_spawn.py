@@ -41,7 +41,7 @@ def spawn_core(*, log_level: str = "info", log_format: str = "text") -> SpawnedC
     ours, theirs = socket_pair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pagedserve.engine.core_process", str(theirs.fileno()), log_level, log_format],
+            [sys.executable, "-m", "pagedserve.engine.core_main", str(theirs.fileno()), log_level, log_format],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedserve.config import CacheConfig, EngineConfig, FrontConfig, ModelConfig, ServerConfig
+from pagedserve.engine.async_channel import AsyncChannel
 from pagedserve.engine.channel import (
-    AsyncChannel,
     BlockingChannel,
     ChannelClosedError,
     ChannelFormatError,

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from pagedserve.config import EngineConfig
 from pagedserve.engine import core_process
 from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, Codec, socket_pair
 from pagedserve.engine.core_process import FROM_CORE, TO_CORE, Inbox, run
-from pagedserve.messages import AbortRequests, Call, Shutdown
+from pagedserve.messages import AbortRequests, Call, Ready, Shutdown, StartCore
+from tests.engine.test_channel import PLAN
 
 
 class RecordingCore:
@@ -171,3 +176,28 @@ def test_a_message_that_cannot_be_read_ends_the_loop(loop: Loop) -> None:
     loop.api._socket.sendall(b"\x01\x00\x00\x00\x63\x00")
     loop.thread.join(10)
     assert isinstance(loop.outcome[0], ChannelClosedError)
+
+
+def test_the_collector_works_again_once_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`core_main` switches it off for the start; what was made until then is not walked any more."""
+    loop = Loop(monkeypatch)
+    ready = Ready(plan=PLAN, max_model_len=16)
+    monkeypatch.setattr(core_process, "build_core", lambda *args: (loop.core, ready))
+    monkeypatch.setattr(core_process, "PRELOAD", "json")
+    gc.disable()
+    try:
+        loop.api.send(StartCore(config=EngineConfig()))
+        assert core_process._start(loop.their_end, loop.inbox) is loop.core
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        loop.api.close()
+        loop.their_end.close()
+
+
+def test_what_begins_the_core_is_light() -> None:
+    """Torch's import is the longest part of a start: nothing that can wait comes before it."""
+    code = "import sys, pagedserve.cli.serve, pagedserve.engine.core_spawn; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"asyncio", "numpy", "torch", "fastapi", "pydantic", "uvicorn", "tokenizers"} & set(modules)
