@@ -44,10 +44,11 @@ class AttentionBackend(ABC):
     """One way to compute paged attention. Every backend gives the numbers of `reference` within tolerance."""
 
     name: ClassVar[str]
-    # Why its launches cannot be captured and replayed with other lengths, or None. Whoever can takes everything that
-    # changes from step to step from tensors of the metadata, at `max_query_len` 1 and the model's own `max_seq_len`,
-    # and does nothing for a row of no context (`seq_lens` 0), whatever its query.
-    why_not_captured: ClassVar[str | None] = "it looks at lengths on the host"
+    # Why its launches cannot be captured (on GPUs) and replayed with other lengths; None: they can. Then all that
+    # changes from step to step is read from tensors of the metadata when a kernel runs, metadata built for
+    # `max_query_len` 1 and the model's own length serves every step of as many rows, and a row of no context
+    # (`seq_lens` 0) takes no part.
+    why_not_captured: ClassVar[str | None] = None
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -26,6 +26,7 @@ class CpuBackend(AttentionBackend):
     """
 
     name = "cpu"
+    why_not_captured = "a CPU's steps are programs"
 
     @classmethod
     def why_not(cls, spec: AttentionSpec) -> str | None:

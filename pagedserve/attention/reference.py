@@ -12,6 +12,7 @@ class ReferenceBackend(AttentionBackend):
     """Gathers each row's keys and values and attends in fp32, row after row."""
 
     name = "reference"
+    why_not_captured = "it looks at lengths on the host"
 
     @classmethod
     def why_not(cls, spec: AttentionSpec) -> str | None:
