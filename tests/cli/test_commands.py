@@ -120,7 +120,8 @@ def test_bench_step_tells_where_the_time_of_a_step_goes(model: Path) -> None:
     assert (one["batch_size"], three["batch_size"]) == (1, 3) and one["step_ms"] >= one["forward_ms"] > 0
     calls = {row["op"]: row["calls"] for row in three["ops"]}
     assert calls["attention"] == 2 and sum(n for op, n in calls.items() if op.startswith("linear ")) == 2 * 4 + 1
-    table = pagedserve("bench", "step", "--profile", *sizes)
+    table = pagedserve("bench", "step", "--profile", "--compare-eager", *sizes)
+    assert table.stdout.count("eager False") == table.stdout.count("eager True") == 2
     assert "GFLOP/s" in table.stdout and "attention" in table.stdout
     refused = pagedserve("bench", "step", "--batch-sizes", "1,none")
     assert refused.returncode != 0 and "--batch-sizes" in refused.stderr and refused.stderr.count("\n") == 1

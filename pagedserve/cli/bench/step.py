@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", default="1,8,32", help="sequences that decode together (default: 1,8,32)")
     parser.add_argument("--context-len", type=int, default=128, help="tokens before the first step (default: 128)")
     parser.add_argument("--num-steps", type=int, default=40, help="steps measured at each size (default: 40)")
+    parser.add_argument("--compare-eager", action="store_true", help="measure each size again under --enforce-eager")
     parser.add_argument("--profile", action="store_true", help="a table of the step's ops against the machine's limits")
     add_engine_flags(parser)
 
@@ -34,9 +35,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--batch-sizes, --context-len and --num-steps must be 1 or more")
     # Otherwise the second size would find the first one's prompts.
     args.enable_prefix_caching = False
-    with llm_from_args(args) as llm:
-        ceilings = _ceilings() if args.profile else None
-        results = [_measure(llm, size, args.context_len, args.num_steps, ceilings) for size in sizes]
+    results = []
+    for args.enforce_eager in sorted({args.enforce_eager, args.enforce_eager or args.compare_eager}):
+        with llm_from_args(args) as llm:
+            ceilings = _ceilings() if args.profile else None
+            for size in sizes:
+                result = _measure(llm, size, args.context_len, args.num_steps, ceilings)
+                results.append({"eager": args.enforce_eager, **result})
+    results.sort(key=lambda result: result["batch_size"])
     if args.json:
         print(json.dumps(results))
         return 0
@@ -52,11 +58,15 @@ def _measure(
     from pagedserve.kernels.step_profile import StepProfile
 
     engine, forwards, profile = llm.engine, [], StepProfile()
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3 * num_steps)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3 * num_steps + 2)
     ids = [engine.add_request([5 + (7 * i + j) % 200 for j in range(context_len)], params) for i in range(size)]
     waiting = set(ids)
     while waiting:
         waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+
+    engine.step()
+    while engine.client.core.use_quiet_moment():
+        pass  # a GPU captures the step that it has just seen
 
     def timed_step() -> tuple[float, float]:
         """Seconds in all, and in the step program."""
