@@ -6,6 +6,8 @@ native library) runs on `reference`, which is also each op's definition.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -17,6 +19,23 @@ from pagedserve.kernels import cpu, cuda, native, native_cuda, reference
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Triton's own switch, read once as Triton does: then CPU tensors take the way of a GPU's, and csrc is not loaded.
 _INTERPRETED = envs.triton_interpreted()
+# Within `meta_as_gpu`: tensors without storage take it too.
+_META_AS_GPU = False
+
+
+@contextmanager
+def meta_as_gpu() -> Iterator[None]:
+    """Within, "meta" tensors stand for a GPU's: to see what would be launched, see kernels/triton/variants.py."""
+    global _META_AS_GPU
+    _META_AS_GPU = True
+    try:
+        yield
+    finally:
+        _META_AS_GPU = False
+
+
+def _takes_gpu_way(x: torch.Tensor) -> bool:
+    return x.is_cuda or _INTERPRETED or (_META_AS_GPU and x.is_meta)
 
 
 @cache
@@ -30,11 +49,11 @@ def _gpu() -> ModuleType:
 def _implementation(x: torch.Tensor) -> ModuleType:
     if x.dtype is torch.float32 and x.is_cpu and native.available():
         return cpu
-    return _gpu() if (x.is_cuda or _INTERPRETED) and x.dtype in _GPU_DTYPES else reference
+    return _gpu() if _takes_gpu_way(x) and x.dtype in _GPU_DTYPES else reference
 
 
 def _dense_implementation(weight: torch.Tensor) -> ModuleType:
-    return _gpu() if weight.is_cuda or _INTERPRETED else reference
+    return _gpu() if _takes_gpu_way(weight) else reference
 
 
 def _kv_implementation(x: torch.Tensor, kv_cache: torch.Tensor) -> ModuleType:
@@ -156,7 +175,7 @@ def embedding(
     """Rows of a table, as new memory that the caller may write to."""
     if dtype is torch.float32 and table.is_cpu and table.dtype in native.DTYPES and native.available():
         return cpu.embedding(table, row_ids, None)
-    if (table.is_cuda or _INTERPRETED) and table.dtype in _GPU_DTYPES and dtype in _GPU_DTYPES:
+    if _takes_gpu_way(table) and table.dtype in _GPU_DTYPES and dtype in _GPU_DTYPES:
         return _gpu().embedding(table, row_ids, table.new_empty((*row_ids.shape, table.shape[1]), dtype=dtype))
     return reference.embedding(table, row_ids, None).to(dtype)
 

@@ -85,11 +85,7 @@ def plan_model(
         return PlannedModel(
             sizes={"all weights": num_bytes}, read_bytes=num_bytes, multiplications=num_bytes // dtype.itemsize
         )
-    shapes = _PlannedSource(source, stored_dtype(files))
-    weights = _PlannedWeights(shapes, quant=planned, dtype=dtype, device=device)
-    with META:
-        model = chosen(config, weights, attention=attention, max_model_len=max_model_len, device=META)
-    weights.finish()
+    model, weights = _over_meta(files, source, chosen, config, attention, planned, dtype, device, max_model_len)
     sizes, products = _by_class(weights.sizes), _by_class(weights.products)
     if model.rotary_bytes:
         sizes["rotary tables"] = model.rotary_bytes
@@ -98,6 +94,47 @@ def plan_model(
         read_bytes=weights.nbytes - weights.lookup_bytes - _idle(sizes.get("experts", 0), config),
         multiplications=sum(products.values()) - _idle(products.get("experts", 0), config),
     )
+
+
+@torch.inference_mode()
+def model_without_storage(
+    files: ModelFiles,
+    config: Any,
+    *,
+    attention: AttentionBackend,
+    quant: QuantMethod,
+    dtype: torch.dtype,
+    max_model_len: int,
+    impl: str = "auto",
+    dummy: bool = False,
+) -> Any:
+    """The model of `config` over meta tensors: its forward computes nothing, and asks for every op that it needs.
+
+    `attention` is a backend for the meta device. ValueError for a model that transformers computes.
+    """
+    chosen = model_class(decoder_config(files), impl)
+    if hasattr(chosen, "planned_bytes"):
+        raise ValueError("what transformers will ask for is not known ahead")
+    source = None if dummy else _files(files)
+    return _over_meta(files, source, chosen, config, attention, PlannedMethod(quant), dtype, META, max_model_len)[0]
+
+
+def _over_meta(
+    files: ModelFiles,
+    source: FileSource | None,
+    chosen: Any,
+    config: Any,
+    attention: AttentionBackend,
+    quant: QuantMethod,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> tuple[Any, _PlannedWeights]:
+    weights = _PlannedWeights(_PlannedSource(source, stored_dtype(files)), quant=quant, dtype=dtype, device=device)
+    with META:
+        model = chosen(config, weights, attention=attention, max_model_len=max_model_len, device=META)
+    weights.finish()
+    return model, weights
 
 
 class PlannedMethod(QuantMethod):

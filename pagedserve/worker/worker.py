@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,7 @@ from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.models.hf_config import resolve_max_model_len
 from pagedserve.models.loader import load_model, parse_config
+from pagedserve.models.planning import META, model_without_storage
 from pagedserve.sampling.sampler import Sampler
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.step import (
@@ -29,6 +31,7 @@ from pagedserve.step import (
 from pagedserve.worker.decode_graphs import DecodeShape
 from pagedserve.worker.device import CudaDevice, Device, is_out_of_memory
 from pagedserve.worker.graphs import MakeGraph, graph_maker, is_captured
+from pagedserve.worker.kernels_ahead import compile_ahead
 from pagedserve.worker.kv_storage import KVStorage
 from pagedserve.worker.layer_groups import kv_cache_spec, layer_places
 from pagedserve.worker.memory import free_memory, make_plan, usable_cores
@@ -36,6 +39,9 @@ from pagedserve.worker.model_runner import ModelRunner
 from pagedserve.worker.recovery import GuardedRunner, GuardedStep
 from pagedserve.worker.rows import Rows
 from pagedserve.worker.step_memory import StepMemory, measure_steps
+
+if TYPE_CHECKING:
+    from pagedserve.kernels.triton.warm_up import CompileAhead
 
 logger = get_logger(__name__)
 
@@ -69,6 +75,7 @@ class Worker:
         self._attention: AttentionBackend | None = None
         self._memory = CudaDevice(self._device) if self._device.type == "cuda" else Device()
         self._step_memory = StepMemory()
+        self._compiling: CompileAhead | None = None
         self._runner: GuardedRunner | None = None
         self._max_model_len = 0
         self._outer_num_threads = torch.get_num_threads()
@@ -87,12 +94,15 @@ class Worker:
             device=self._device,
         )
         self._attention = select(spec, settings.attention_backend)(spec)
+        quant = quantization.select(settings.weights_dtype, self._device, self._dtype)
+        if self._device.type == "cuda":
+            self._compile_ahead(config, quant)
         try:
             self._model = load_model(
                 self._files,
                 config,
                 attention=self._attention,
-                quant=quantization.select(settings.weights_dtype, self._device, self._dtype),
+                quant=quant,
                 dtype=self._dtype,
                 device=self._device,
                 max_model_len=self._max_model_len,
@@ -133,6 +143,10 @@ class Worker:
             block_size=self._cache.block_size,
             max_model_len=self._max_model_len,
         )
+        if self._compiling is not None:
+            seconds = self._compiling.wait()
+            logger.info("%d kernels compiled in %.1f s, beside the weights", self._compiling.num_variants, seconds)
+            self._compiling = None
         self._step_memory = self._measure_steps(spec)
         return make_plan(
             cache=self._cache,
@@ -190,6 +204,27 @@ class Worker:
         """Does one piece of work that makes later steps faster, while nobody waits; False where none is left."""
         assert self._runner is not None, "allocate comes first"
         return self._runner.capture_next()
+
+    def _compile_ahead(self, config: Any, quant: quantization.QuantMethod) -> None:
+        assert self._attention is not None
+        kind, spec = type(self._attention), dataclasses.replace(self._attention.spec, device=META)
+
+        def make() -> tuple[Any, AttentionBackend]:
+            attention = kind(spec)
+            model = model_without_storage(
+                self._files,
+                config,
+                attention=attention,
+                quant=quant,
+                dtype=self._dtype,
+                max_model_len=self._max_model_len,
+                impl=self._model_config.model_impl,
+                dummy=self._model_config.load_format == "dummy",
+            )
+            return model, attention
+
+        major, minor = torch.cuda.get_device_capability(self._device)
+        self._compiling = compile_ahead(make, capability=10 * major + minor)
 
     def _make_runner(
         self, spec: KVCacheSpec, num_device_blocks: int, num_host_blocks: int, make_graph: MakeGraph

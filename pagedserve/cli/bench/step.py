@@ -36,12 +36,13 @@ def run(args: argparse.Namespace) -> int:
     # Otherwise the second size would find the first one's prompts.
     args.enable_prefix_caching = False
     results = []
-    for args.enforce_eager in sorted({args.enforce_eager, args.enforce_eager or args.compare_eager}):
+    for is_eager in sorted({args.enforce_eager, args.enforce_eager or args.compare_eager}):
+        args.enforce_eager = is_eager
         with llm_from_args(args) as llm:
             ceilings = _ceilings() if args.profile else None
             for size in sizes:
                 result = _measure(llm, size, args.context_len, args.num_steps, ceilings)
-                results.append({"eager": args.enforce_eager, **result})
+                results.append({"eager": is_eager, **result})
     results.sort(key=lambda result: result["batch_size"])
     if args.json:
         print(json.dumps(results))

@@ -6,7 +6,8 @@ calls the same function with tensors of the "meta" device and takes from it what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -77,6 +78,9 @@ class Launch:
         """Queues it on the current stream; an empty grid is no launch."""
         if 0 in self.grid:
             return
+        if _collected is not None:
+            _collected.append(self)
+            return
         options = _options(self.num_warps, self.num_stages)
         self.kernel[self.grid](*self.arguments.values(), **self.constexprs, **options)
 
@@ -92,6 +96,20 @@ class Launch:
             num_stages=self.num_stages,
             **more,
         )
+
+
+_collected: list[Launch] | None = None
+
+
+@contextmanager
+def collecting() -> Iterator[list[Launch]]:
+    """Within, launches are taken down and nothing runs: with tensors of the "meta" device, what a model launches."""
+    global _collected
+    _collected = launches = []
+    try:
+        yield launches
+    finally:
+        _collected = None
 
 
 def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
