@@ -52,11 +52,11 @@ class Variant:
     expects: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # capability -> what its PTX must contain
     representative: bool = False  # compiled in every test run; the others only in the slow ones
 
-    def warm_up(self) -> None:
-        """Compiles it for the current GPU into Triton's cache, launching nothing."""
+    def warm_up(self) -> Any:
+        """Compiles it for the current GPU into Triton's cache, launching nothing; returns Triton's compiled kernel."""
         # Constexprs follow the arguments in every kernel, so positions agree.
         arguments = [_example(self.signature[name]) for name in self.kernel.arg_names if name in self.signature]
-        self.kernel.warmup(*arguments, grid=(1,), **self.constexprs, **self.options())
+        return self.kernel.warmup(*arguments, grid=(1,), **self.constexprs, **self.options())
 
     def options(self) -> dict[str, Any]:
         """How Triton is told to compile it."""

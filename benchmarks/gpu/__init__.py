@@ -1,0 +1,1 @@
+"""The phases of `benchmarks/gpu_check.py`; each module has functions from a `Check` to records."""
