@@ -34,6 +34,8 @@ def ahead_of_time(check: Check, pattern: str = "", processes: int | None = None)
     from tests.kernels import aot
 
     variants = [variant for variant in all_variants() if pattern in variant.name]
+    if not variants:
+        raise ValueError(f"no variant's name has {pattern!r} in it")
     if check.scale == "tiny":
         variants = variants[:2]
     results = aot.compile_all(variants, processes=processes)

@@ -103,7 +103,7 @@ def _linear(check: Check, label: str, rows: int, width: int, out_features: int) 
 
 def sampling(check: Check) -> None:
     """Microseconds of a draw for 256 rows of 128k tokens."""
-    rows, vocab = check.choose(full=(256, 128256), quick=(256, 128256), tiny=(3, 200))
+    rows, vocab = check.choose(full=(256, 128256), quick=(256, 128256), tiny=(1, 64))
     logits = [torch.randn(rows, vocab, device=check.device) * 4 for _ in range(check.choose(full=3, quick=3, tiny=1))]
     kinds = {
         "greedy": (0.0, 0.0, 0, 1.0),
