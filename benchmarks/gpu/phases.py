@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.gpu.check import DEVICE_LOST, RAISED, Check, DeviceLostError, append
 
 _POLL_SECONDS = 0.02
-# A fork that was told nothing else has this to write down what it has.
-_RESERVE_SECONDS = 3.0
+# Less than this is no time for a phase, or for another try at one.
+_LEAST_SECONDS = 3.0
 
 
 def _call(target: str, *arguments: str) -> Callable[[Check, int], None]:
@@ -144,7 +144,7 @@ class Runner:
                 continue
             following = phases[index + 1] if index + 1 < len(phases) else None
             left = self._end - time.monotonic()
-            if left < _RESERVE_SECONDS:
+            if left < _LEAST_SECONDS:
                 self._write(phase.name, "skipped: no time left", 0.0)
                 continue
             running.append(_Running(self, phase, min(limit, left)))
@@ -214,7 +214,7 @@ class _Running:
         self._started = time.monotonic()
         self._until = self._started + seconds
         self._attempt = 0
-        self._child: int | None = runner.start(phase, 0, seconds - _RESERVE_SECONDS)
+        self._child: int | None = runner.start(phase, 0, _inside(seconds))
 
     def is_running(self) -> bool:
         """Looks after it: ends it at its limit, and starts it again after a crash."""
@@ -234,8 +234,8 @@ class _Running:
         crashed = code < 0 or code in (DEVICE_LOST, RAISED)
         left = self._until - now
         self._attempt += 1
-        if crashed and self._attempt < self._phase.attempts and left > 2 * _RESERVE_SECONDS:
-            self._child = self._runner.start(self._phase, self._attempt, left - _RESERVE_SECONDS)
+        if crashed and self._attempt < self._phase.attempts and left > _LEAST_SECONDS:
+            self._child = self._runner.start(self._phase, self._attempt, _inside(left))
             return True
         states = {0: "done", RAISED: "ended with an error", DEVICE_LOST: "lost the device"}
         state = states.get(code, f"crashed ({_signal_name(-code)})" if code < 0 else f"ended with code {code}")
@@ -256,6 +256,11 @@ class _Running:
     def _kill_group(child: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
+
+
+def _inside(seconds: float) -> float:
+    """What a phase plans with, so that it ends by itself before it is ended."""
+    return seconds - min(2.0, 0.1 * seconds)
 
 
 def _signal_name(number: int) -> str:
