@@ -66,6 +66,9 @@ class MemoryPlan:
     spec: KVCacheSpec
     # Device blocks that keep their memory while nobody needs so many; None: all of them do.
     num_resident_blocks: int | None = None
+    # What a GPU's pool leaves free, as measured: for the largest step, and for captured steps.
+    step_bytes: int = 0
+    graph_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

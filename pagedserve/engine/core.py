@@ -314,6 +314,8 @@ def describe_plan(plan: MemoryPlan, max_model_len: int, geometry: Geometry) -> s
         f"{geometry.block_size} tokens {kind}, {num_blocks / geometry.num_blocks_of(max_model_len):.1f} requests of "
         f"{max_model_len} tokens at once"
     )
+    if plan.step_bytes:
+        line += f"; left free: {_gib(plan.step_bytes)} for the largest step, {_gib(plan.graph_bytes)} for captured ones"
     if plan.num_resident_blocks is not None:
         line += f"; while fewer are needed, {_gib(plan.num_resident_blocks * plan.spec.bytes_per_block)} stay in memory"
     return line + (f"; host pool {plan.num_host_blocks} blocks" if plan.num_host_blocks else "")

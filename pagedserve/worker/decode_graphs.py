@@ -260,15 +260,16 @@ class DecodeInputs:
     def fill(self, inputs: StepInputs, size: int) -> None:
         """Takes the rows of a step, of which there are at most `size`, over."""
         num_rows = inputs.counts[0]
-        self._token_ids[:num_rows].copy_(inputs.token_ids)
-        self._positions[:num_rows].copy_(inputs.positions)
-        context = inputs.context
-        self._seq_lens[:num_rows].copy_(context.metadata.seq_lens)
-        for group, metadata in enumerate((context.metadata, *context.more_metadata)):
+        groups = (inputs.context.metadata, *inputs.context.more_metadata)
+        # One launch for all of one type.
+        torch._foreach_copy_(
+            [self._token_ids[:num_rows], self._positions[:num_rows], *self._slots[:, :num_rows]],
+            [inputs.token_ids, inputs.positions, *(metadata.slot_mapping for metadata in groups)],
+        )
+        self._seq_lens[:num_rows].copy_(groups[0].seq_lens)
+        for tables, metadata in zip(self._tables, groups, strict=True):
             # Entries behind a row's context are never read, so what an earlier step left there may stay.
-            width = metadata.block_tables.shape[1]
-            self._tables[group, :num_rows, :width].copy_(metadata.block_tables)
-            self._slots[group, :num_rows].copy_(metadata.slot_mapping)
+            tables[:num_rows, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
         if num_rows < self._num_used:
             self._pad(num_rows, self._num_used)
         self._num_used = num_rows

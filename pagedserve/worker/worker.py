@@ -148,7 +148,7 @@ class Worker:
             logger.info("%d kernels compiled in %.1f s, beside the weights", self._compiling.num_variants, seconds)
             self._compiling = None
         self._step_memory = self._measure_steps(spec)
-        return make_plan(
+        plan = make_plan(
             cache=self._cache,
             spec=spec,
             weights_bytes=self._model.weights_bytes,
@@ -158,6 +158,8 @@ class Worker:
             max_model_len=self._max_model_len,
             on_cpu=self._device.type == "cpu",
         )
+        measured = self._step_memory
+        return dataclasses.replace(plan, step_bytes=measured.step_bytes, graph_bytes=measured.graph_bytes)
 
     def allocate(self, plan: MemoryPlan) -> None:
         """Makes the pools of `plan` and runs one step, so that what cannot run fails now and not in a request."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator
@@ -325,6 +326,11 @@ def test_the_plan_names_what_an_operator_asks_for() -> None:
         "7 blocks",
     ):
         assert part in line
+    measured = dataclasses.replace(plan, step_bytes=2**30, graph_bytes=2**28)
+    assert "left free" not in line
+    assert "1.00 GiB for the largest step, 0.25 GiB for captured" in describe_plan(
+        measured, 512, Geometry.of(spec, 2048)
+    )
 
 
 def scarce(bench: Bench, **scarcity: int) -> ScarceModel:

@@ -61,6 +61,7 @@ def test_the_pool_is_a_share_of_what_the_largest_step_leaves(checkpoint: Path) -
     beside = make_worker(checkpoint, ScriptedDevice(free=100 * MIB, measured=[60 * MIB]), **settings).plan_memory()
     assert without.kv_bytes == pytest.approx(50 * MIB, rel=0.01)
     assert beside.kv_bytes == pytest.approx(20 * MIB, rel=0.01)
+    assert (without.step_bytes, beside.step_bytes) == (0, 60 * MIB)
 
 
 def test_a_pool_of_a_given_size_must_fit_beside_the_step(checkpoint: Path) -> None:
