@@ -9,6 +9,7 @@ import torch
 
 from pagedserve.sampling.filters import Filters
 from pagedserve.sampling.logits import PROCESSORS, LogitsProcessor, TokenCounts
+from pagedserve.sampling.transfers import to_device
 from pagedserve.sampling.uniform import stream_of
 from pagedserve.sampling_params import SamplingParams
 
@@ -80,7 +81,7 @@ class TokenMasks:
         words = np.frombuffer(masks, dtype=np.int32).reshape(len(places), -1)
         if not words.flags.writeable:
             words = words.copy()  # torch knows no tensors that cannot be written
-        return cls(torch.tensor(places, device=device), torch.from_numpy(words).to(device))
+        return cls(to_device(places, device, torch.int64), to_device(words, device, torch.int32))
 
 
 class SamplingBatch:
@@ -90,8 +91,10 @@ class SamplingBatch:
         self.states = states
         self.num_prompt_tokens = np.array([s.num_prompt_tokens for s in states], dtype=np.int64)
         self.beam = [i for i, s in enumerate(states) if s.params.beam is not None]
+        self.beam_rows = to_device(self.beam, device, torch.int64)
         self.filters = Filters([s.params for s in states], [s.stream for s in states], vocab_size, device)
         self.logprobs = [i for i, s in enumerate(states) if s.wants_logprob and s.params.beam is None]
+        self.top_logprobs = [i for i in self.logprobs if states[i].params.logprobs is not None]
         self.processors: list[LogitsProcessor] = []
         for kind in PROCESSORS:
             members = [i for i, s in enumerate(states) if kind.applies(s)]

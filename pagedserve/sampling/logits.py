@@ -7,34 +7,38 @@ ids outside the vocabulary are dropped when a processor is built, so that none c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pagedserve.kernels.reference_sampling import usable
+from pagedserve.sampling.transfers import to_device
 
 if TYPE_CHECKING:
     from pagedserve.sampling.batch import SamplingState, TokenHistory
 
 
-def sanitize(logits: torch.Tensor) -> list[int]:
+# A change that is made to logits [batch, vocab_size] in place.
+Change = Callable[[torch.Tensor], None]
+
+
+def sanitize(logits: torch.Tensor) -> torch.Tensor:
     """Makes `logits` [num_rows, vocab_size] usable in place: NaN counts as -inf, +inf as a huge number.
 
-    Returns the rows with nothing usable in them; they are set to zero so that no later step meets a NaN.
+    Returns which rows have nothing usable in them, bool [num_rows]; they are set to zero so that nothing later meets a
+    NaN.
     """
-    # amax carries NaN and +inf up, so one cheap pass clears the usual batch.
+    # amax carries NaN and +inf up, so one cheap pass clears the usual batch; a GPU's host cannot wait to see it.
     best = logits.amax(dim=-1)
-    suspects = (~torch.isfinite(best)).nonzero().flatten().tolist()
-    unusable = []
-    for i in suspects:
-        row = usable(logits[i])
-        if bool(torch.isneginf(row).all()):
-            unusable.append(i)
-            row = torch.zeros_like(row)
-        logits[i] = row
-    return unusable
+    if logits.is_cpu and bool(torch.isfinite(best).all()):
+        return torch.zeros_like(best, dtype=torch.bool)
+    logits.copy_(usable(logits))
+    is_unusable = torch.isneginf(logits.amax(dim=-1))
+    logits.masked_fill_(is_unusable.unsqueeze(1), 0.0)
+    return is_unusable
 
 
 class TokenCounts:
@@ -106,8 +110,8 @@ class LogitsProcessor(ABC):
     def __init__(self, rows: list[int], states: list[SamplingState], vocab_size: int, device: torch.device) -> None: ...
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor, history: TokenHistory) -> None:
-        """Changes `logits` [batch, vocab_size] in place, in its own rows only."""
+    def prepare(self, history: TokenHistory) -> Change:
+        """What to do to logits that follow these tokens, in its own rows only. The logits may not be there yet."""
 
 
 def _known(token_ids: Sequence[int], vocab_size: int) -> list[int]:
@@ -118,7 +122,7 @@ def _index(rows: Sequence[int], ids: list[list[int]], device: torch.device) -> t
     """Pairs (row, id) for every id of every row: the index of their logits, two int64 tensors of one length."""
     row_index = np.repeat(np.asarray(rows, dtype=np.int64), [len(x) for x in ids])
     id_index = np.fromiter((t for x in ids for t in x), dtype=np.int64, count=len(row_index))
-    return torch.from_numpy(row_index).to(device), torch.from_numpy(id_index).to(device)
+    return to_device(row_index, device, torch.int64), to_device(id_index, device, torch.int64)
 
 
 class LogitBias(LogitsProcessor):
@@ -133,9 +137,12 @@ class LogitBias(LogitsProcessor):
         ids = [_known(list(b), vocab_size) for b in biases]
         self._where = _index(rows, ids, device)
         values = [b[t] for b, known in zip(biases, ids, strict=True) for t in known]
-        self._values = torch.tensor(values, dtype=torch.float32, device=device)
+        self._values = to_device(values, device, torch.float32)
 
-    def apply(self, logits: torch.Tensor, history: TokenHistory) -> None:
+    def prepare(self, history: TokenHistory) -> Change:
+        return self._apply
+
+    def _apply(self, logits: torch.Tensor) -> None:
         logits[self._where] += self._values
 
 
@@ -148,10 +155,13 @@ class AllowedTokens(LogitsProcessor):
 
     def __init__(self, rows: list[int], states: list[SamplingState], vocab_size: int, device: torch.device) -> None:
         ids = [_known(s.params.allowed_token_ids or (), vocab_size) for s in states]
-        self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._rows = to_device(rows, device, torch.int64)
         self._where = _index(rows, ids, device)
 
-    def apply(self, logits: torch.Tensor, history: TokenHistory) -> None:
+    def prepare(self, history: TokenHistory) -> Change:
+        return self._apply
+
+    def _apply(self, logits: torch.Tensor) -> None:
         allowed = logits[self._where]
         logits[self._rows] = -torch.inf
         logits[self._where] = allowed
@@ -178,15 +188,18 @@ class BadWords(LogitsProcessor):
             if by_last:
                 self._phrases.append((row, by_last))
 
-    def apply(self, logits: torch.Tensor, history: TokenHistory) -> None:
-        logits[self._single] = -torch.inf
-        for row, by_last in self._phrases:
-            tokens = history.of(row)
-            if len(tokens) == 0:
-                continue
-            for word in by_last.get(int(tokens[-1]), ()):
-                if tuple(tokens[-(len(word) - 1) :].tolist()) == word[:-1]:
-                    logits[row, word[-1]] = -torch.inf
+    def prepare(self, history: TokenHistory) -> Change:
+        where = [self._single]
+        ends = [(row, self._ends(by_last, history.of(row))) for row, by_last in self._phrases]
+        if any(ids for _, ids in ends):
+            where.append(_index([row for row, _ in ends], [ids for _, ids in ends], self._device))
+        return partial(_forbid, where)
+
+    @staticmethod
+    def _ends(by_last: dict[int, list[tuple[int, ...]]], tokens: np.ndarray) -> list[int]:
+        """The last tokens of phrases whose other tokens stand at the end."""
+        phrases = by_last.get(int(tokens[-1]), ()) if len(tokens) else ()
+        return [word[-1] for word in phrases if tuple(tokens[-(len(word) - 1) :].tolist()) == word[:-1]]
 
 
 class MinTokens(LogitsProcessor):
@@ -203,10 +216,10 @@ class MinTokens(LogitsProcessor):
         self._min_lengths = np.array([s.num_prompt_tokens + s.params.min_tokens for s in states], dtype=np.int64)
         self._ids = [_known(s.end_token_ids, vocab_size) for s in states]
 
-    def apply(self, logits: torch.Tensor, history: TokenHistory) -> None:
+    def prepare(self, history: TokenHistory) -> Change:
         short = np.flatnonzero(history.lengths[self._rows] < self._min_lengths).tolist()
-        if short:
-            logits[_index(self._rows[short], [self._ids[i] for i in short], self._device)] = -torch.inf
+        ids = [self._ids[i] for i in short]
+        return partial(_forbid, [_index(self._rows[short], ids, self._device)] if short else [])
 
 
 class Penalties(LogitsProcessor):
@@ -228,7 +241,7 @@ class Penalties(LogitsProcessor):
         self._presence = np.array([s.params.presence_penalty for s in states], dtype=np.float32)
         self._frequency = np.array([s.params.frequency_penalty for s in states], dtype=np.float32)
 
-    def apply(self, logits: torch.Tensor, history: TokenHistory) -> None:
+    def prepare(self, history: TokenHistory) -> Change:
         counted = []
         for row, state in zip(self._rows.tolist(), self._states, strict=True):
             if state.token_counts is None:
@@ -240,17 +253,31 @@ class Penalties(LogitsProcessor):
         lengths = [len(c.ids) for c in counted]
         counts = np.concatenate([c.counts for c in counted])
         subtract = np.repeat(self._frequency, lengths) * counts + np.repeat(self._presence, lengths) * (counts > 0)
-        repetition = self._tensor(np.repeat(self._repetition, lengths))
-        where = (
-            self._tensor(np.repeat(self._rows, lengths)),
-            self._tensor(np.concatenate([c.ids for c in counted])),
+        return partial(
+            _penalize,
+            (
+                to_device(np.repeat(self._rows, lengths), self._device, torch.int64),
+                to_device(np.concatenate([c.ids for c in counted]), self._device, torch.int64),
+            ),
+            to_device(np.repeat(self._repetition, lengths), self._device, torch.float32),
+            to_device(subtract.astype(np.float32), self._device, torch.float32),
         )
-        values = logits[where]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[where] = values - self._tensor(subtract.astype(np.float32))
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+
+def _forbid(where: list[tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor) -> None:
+    for index in where:
+        logits[index] = -torch.inf
+
+
+def _penalize(
+    where: tuple[torch.Tensor, torch.Tensor],  # int64 [n] each: rows and tokens
+    repetition: torch.Tensor,  # [n]
+    subtract: torch.Tensor,  # [n]
+    logits: torch.Tensor,  # [batch, vocab_size]
+) -> None:
+    values = logits[where]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[where] = values - subtract
 
 
 # In the order in which they act.

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from pagedserve.sampling.transfers import Later, Readback, to_device
 from pagedserve.step import TokenLogprobs
 
 # What stands for a probability of zero: JSON has no infinity, and OpenAI shows this number (C023).
@@ -15,59 +16,80 @@ LOGPROB_FLOOR = -9999.0
 _WIDTHS = (32, 128, 1024)
 
 
-def chosen_logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
+def chosen_logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor, readback: Readback) -> Later[list[float]]:
     """The logprob of one token a row: `log_probs` [n, vocab_size], `token_ids` int64 [n]."""
-    return _finite(log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1)).tolist()
+    values = readback.take(_finite(log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1)))
+    return values.tolist
 
 
 def token_logprobs(
     log_probs: torch.Tensor,  # [n, vocab_size]
     token_ids: torch.Tensor,  # int64 [n]: the token drawn, or standing in the prompt
     num_top: list[int],  # [n]: how many of the most likely tokens are reported beside it
-) -> list[TokenLogprobs]:
+    readback: Readback,
+) -> Later[list[TokenLogprobs]]:
     """One entry a row: the chosen token first, then exactly `num_top` (at most the vocabulary) tokens, best first."""
     vocab_size = log_probs.shape[1]
     chosen = log_probs.gather(1, token_ids.unsqueeze(1))
-    ids, values = token_ids.tolist(), _finite(chosen.squeeze(1)).tolist()
-    result: list[TokenLogprobs | None] = [None] * len(ids)
+    ids, values = readback.take(token_ids), readback.take(_finite(chosen.squeeze(1)))
+    parts = []
     for width, rows in _by_width(num_top, vocab_size):
         part, part_chosen = take_rows(log_probs, rows), take_rows(chosen, rows)
         top_values, top_ids = _ranked(part, width)
         ranks = _ranks(part, part_chosen, top_values)
-        top_values, top_ids = _finite(top_values).tolist(), top_ids.tolist()
-        for i, rank, row_values, row_ids in zip(rows, ranks, top_values, top_ids, strict=True):
-            result[i] = TokenLogprobs(
-                token_ids=[ids[i], *row_ids[: num_top[i]]],
-                logprobs=[values[i], *row_values[: num_top[i]]],
-                rank=rank,
-            )
-    return [entry for entry in result if entry is not None]
+        parts.append((rows, *map(readback.take, (ranks, _finite(top_values), top_ids))))
+
+    def entries() -> list[TokenLogprobs]:
+        result: list[TokenLogprobs | None] = [None] * len(num_top)
+        all_ids, all_values = ids.tolist(), values.tolist()
+        for rows, *columns in parts:
+            for i, rank, row_values, row_ids in zip(rows, *(column.tolist() for column in columns), strict=True):
+                result[i] = TokenLogprobs(
+                    token_ids=[all_ids[i], *row_ids[: num_top[i]]],
+                    logprobs=[all_values[i], *row_values[: num_top[i]]],
+                    rank=rank,
+                )
+        return [entry for entry in result if entry is not None]
+
+    return entries
 
 
 def take_rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """`values[rows]` for ascending `rows`, without a copy where they are all."""
-    return values if len(rows) == len(values) else values[rows]
+    return values if len(rows) == len(values) else values[to_device(rows, values.device, torch.int64)]
 
 
-def _ranks(log_probs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tensor) -> list[int]:
-    """1 + how many tokens are likelier than the chosen one; the whole row is read only where the list is too short."""
+def _ranks(log_probs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tensor) -> torch.Tensor:
+    """1 + how many tokens are likelier than the chosen one; on CPUs the whole row is read only where the list is too
+    short, which a host cannot see of a GPU's."""
+    if not log_probs.is_cpu:
+        return 1 + (log_probs > chosen).sum(dim=-1)
     ranks = 1 + (top_values > chosen).sum(dim=-1)
     beyond = (chosen < top_values[:, -1:]).squeeze(1).nonzero().flatten()
     if len(beyond):
         ranks[beyond] = 1 + (log_probs[beyond] > chosen[beyond]).sum(dim=-1)
-    return ranks.tolist()
+    return ranks
 
 
-def best_tokens(log_probs: torch.Tensor, num_best: list[int]) -> list[list[tuple[int, float]]]:
+def best_tokens(
+    log_probs: torch.Tensor, num_best: list[int], readback: Readback
+) -> Later[list[list[tuple[int, float]]]]:
     """For each row of `log_probs` [n, vocab_size], its `num_best` [n] possible tokens as (id, logprob), best first;
     equal ones by id."""
-    result: list[list[tuple[int, float]]] = [[] for _ in num_best]
+    parts = []
     for width, rows in _by_width(num_best, log_probs.shape[1]):
         values, ids = _ranked(take_rows(log_probs, rows), width)
-        for i, row_values, row_ids in zip(rows, values.tolist(), ids.tolist(), strict=True):
-            pairs = zip(row_ids[: num_best[i]], row_values, strict=False)
-            result[i] = [(token_id, value) for token_id, value in pairs if value > -math.inf]
-    return result
+        parts.append((rows, readback.take(values), readback.take(ids)))
+
+    def candidates() -> list[list[tuple[int, float]]]:
+        result: list[list[tuple[int, float]]] = [[] for _ in num_best]
+        for rows, values, ids in parts:
+            for i, row_values, row_ids in zip(rows, values.tolist(), ids.tolist(), strict=True):
+                pairs = zip(row_ids[: num_best[i]], row_values, strict=False)
+                result[i] = [(token_id, value) for token_id, value in pairs if value > -math.inf]
+        return result
+
+    return candidates
 
 
 def _by_width(num_top: list[int], vocab_size: int) -> list[tuple[int, list[int]]]:

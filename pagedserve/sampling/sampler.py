@@ -1,4 +1,8 @@
-"""Sampler: logits in, one token a row out, in the order that the package's docstring gives."""
+"""Sampler: logits in, one token a row out, in the order that the package's docstring gives.
+
+A call has three parts. `prepare` needs the rows' tokens but no logits; `draw` only gives work to the device; what comes
+back from it tells the results when they have arrived.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ import torch
 
 from pagedserve.kernels import ops
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory, TokenMasks
-from pagedserve.sampling.logits import sanitize
+from pagedserve.sampling.logits import Change, sanitize
 from pagedserve.sampling.logprobs import best_tokens, chosen_logprobs, take_rows, token_logprobs
+from pagedserve.sampling.transfers import Later, Readback
 from pagedserve.step import TokenLogprobs
 
 UNUSABLE_LOGITS = "the model's output is not a number for every token"
@@ -30,6 +35,55 @@ class SamplerOutput:
     errors: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class SamplerCall:
+    """One call, ready for its logits."""
+
+    batch: SamplingBatch
+    uniform: torch.Tensor  # float64 [batch]
+    changes: list[Change]
+    masks: TokenMasks | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Drawn:
+    """What a call drew: on the device for whatever goes on from it there, and on its way to the host."""
+
+    token_ids: torch.Tensor  # int64 [batch], on the device; -1 where nothing is possible
+    _batch: SamplingBatch
+    _host_ids: torch.Tensor
+    _unusable: torch.Tensor | None = None  # bool [batch] each
+    _impossible: torch.Tensor | None = None
+    _logprobs: Later[list[float]] | None = None  # of the rows in batch.logprobs
+    _top_logprobs: Later[list[TokenLogprobs]] | None = None  # of those among them that ask
+    _candidates: Later[list[list[tuple[int, float]]]] | None = None  # of the rows in batch.beam
+
+    def output(self) -> SamplerOutput:
+        """The results, once the readback has arrived."""
+        batch = self._batch
+        token_ids = self._host_ids.numpy().copy()  # on CPUs the next step's forward may be reading them
+        output = SamplerOutput(token_ids=token_ids, logprobs=[0.0] * len(token_ids))
+        if self._unusable is None:
+            output.errors = dict.fromkeys(np.flatnonzero(token_ids < 0).tolist(), UNUSABLE_LOGITS)
+            return output
+        if self._impossible is not None:
+            output.errors = dict.fromkeys(_true_places(self._impossible), NO_TOKEN_LEFT)
+        output.errors.update(dict.fromkeys(_true_places(self._unusable), UNUSABLE_LOGITS))
+        if self._logprobs is not None:
+            for i, value in zip(batch.logprobs, self._logprobs(), strict=True):
+                output.logprobs[i] = value
+        if self._top_logprobs is not None:
+            output.top_logprobs.update(zip(batch.top_logprobs, self._top_logprobs(), strict=True))
+        if self._candidates is not None:
+            output.candidates.update(zip(batch.beam, self._candidates(), strict=True))
+        output.token_ids[batch.beam] = -1
+        for i in output.errors:
+            output.token_ids[i] = -1
+            output.top_logprobs.pop(i, None)
+            output.candidates.pop(i, None)
+        return output
+
+
 class Sampler:
     """Draws tokens.
 
@@ -40,66 +94,66 @@ class Sampler:
     def __init__(self, vocab_size: int, vocab_limit: int | None = None) -> None:
         self.vocab_size = min(vocab_size, vocab_limit or vocab_size)
 
-    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+    def score(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, readback: Readback
+    ) -> Later[list[TokenLogprobs]]:
         """Logprobs of tokens that are known already, those of a prompt: `token_ids` int64 [n] under `logits`
         float32 [n, >= vocab_size], which it may overwrite."""
         # Not cut as below: a prompt may name an id that cannot be drawn.
         logits[:, self.vocab_size :] = -torch.inf
         sanitize(logits)
         num_top = min(num_top, self.vocab_size)
-        return token_logprobs(torch.log_softmax(logits, dim=-1), token_ids, [num_top] * len(token_ids))
+        return token_logprobs(torch.log_softmax(logits, dim=-1), token_ids, [num_top] * len(token_ids), readback)
 
-    def __call__(
-        self, logits: torch.Tensor, batch: SamplingBatch, history: TokenHistory, masks: TokenMasks | None = None
-    ) -> SamplerOutput:
-        """Samples `logits` float32 [batch, >= vocab_size], which it may overwrite. `batch` is made for this sampler's
-        `vocab_size`."""
+    def prepare(self, batch: SamplingBatch, history: TokenHistory, masks: TokenMasks | None = None) -> SamplerCall:
+        """What can be done before there are logits. `batch` is made for this sampler's `vocab_size`."""
+        uniform = batch.filters.uniforms(history.lengths - batch.num_prompt_tokens)
+        return SamplerCall(batch, uniform, [processor.prepare(history) for processor in batch.processors], masks)
+
+    def draw(self, logits: torch.Tensor, call: SamplerCall, readback: Readback) -> Drawn:
+        """Samples `logits` float32 [batch, >= vocab_size], which it may overwrite."""
+        batch, masks = call.batch, call.masks
         logits = logits[:, : self.vocab_size]
-        positions = history.lengths - batch.num_prompt_tokens
         if batch.is_plain and masks is None:
-            token_ids = batch.filters.draw(logits, positions).cpu().numpy()
-            unusable = np.flatnonzero(token_ids < 0).tolist()
-            return SamplerOutput(
-                token_ids=token_ids,
-                logprobs=[0.0] * len(token_ids),
-                errors=dict.fromkeys(unusable, UNUSABLE_LOGITS),
-            )
-        errors = dict.fromkeys(sanitize(logits), UNUSABLE_LOGITS)
+            tokens = batch.filters.draw(logits, call.uniform)
+            return Drawn(token_ids=tokens, _batch=batch, _host_ids=readback.take(tokens))
+        unusable = readback.take(sanitize(logits))
         raw = torch.log_softmax(take_rows(logits, batch.logprobs), dim=-1) if batch.logprobs else None
         if batch.beam:
             # transformers' beam search applies its processors to log-probabilities; so do we.
-            logits[batch.beam] = torch.log_softmax(take_rows(logits, batch.beam), dim=-1)
+            logits[batch.beam_rows] = torch.log_softmax(take_rows(logits, batch.beam), dim=-1)
         if masks is not None:
             ops.apply_token_bitmask(logits, masks.rows, masks.masks)
-        for processor in batch.processors:
-            processor.apply(logits, history)
-        if batch.processors or masks is not None:
-            for i in sanitize(logits):
-                errors.setdefault(i, NO_TOKEN_LEFT)
+        for change in call.changes:
+            change(logits)
+        impossible = readback.take(sanitize(logits)) if call.changes or masks is not None else None
 
-        tokens = batch.filters.draw(logits, positions)
-        output = SamplerOutput(token_ids=tokens.cpu().numpy(), logprobs=[0.0] * len(batch.states), errors=errors)
+        tokens = batch.filters.draw(logits, call.uniform)
+        drawn = Drawn(
+            token_ids=tokens,
+            _batch=batch,
+            _host_ids=readback.take(tokens),
+            _unusable=unusable,
+            _impossible=impossible,
+        )
         if raw is not None:
-            self._report(raw, tokens, batch, output)
+            self._report(raw, tokens, drawn, readback)
         if batch.beam:
-            best = best_tokens(take_rows(logits, batch.beam), [batch.states[i].num_candidates for i in batch.beam])
-            output.candidates.update(zip(batch.beam, best, strict=True))
-        output.token_ids[batch.beam] = -1
-        for i in errors:
-            output.token_ids[i] = -1
-            output.top_logprobs.pop(i, None)
-            output.candidates.pop(i, None)
-        return output
+            num_best = [batch.states[i].num_candidates for i in batch.beam]
+            drawn._candidates = best_tokens(take_rows(logits, batch.beam), num_best, readback)
+        return drawn
 
-    def _report(self, raw: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch, output: SamplerOutput) -> None:
+    def _report(self, raw: torch.Tensor, tokens: torch.Tensor, drawn: Drawn, readback: Readback) -> None:
         """Logprobs of the rows in `batch.logprobs`, from `raw` [len(batch.logprobs), vocab_size]."""
-        chosen = tokens[batch.logprobs]
-        for i, value in zip(batch.logprobs, chosen_logprobs(raw, chosen), strict=True):
-            output.logprobs[i] = value
+        batch = drawn._batch
+        # Where nothing is possible the token is -1; what is told of it is dropped.
+        chosen = take_rows(tokens, batch.logprobs).clamp(min=0)
+        drawn._logprobs = chosen_logprobs(raw, chosen, readback)
         asked = [place for place, i in enumerate(batch.logprobs) if batch.states[i].params.logprobs is not None]
-        if not asked:
-            return
-        num_top = [batch.states[batch.logprobs[place]].params.logprobs or 0 for place in asked]
-        entries = token_logprobs(take_rows(raw, asked), take_rows(chosen, asked), num_top)
-        for place, entry in zip(asked, entries, strict=True):
-            output.top_logprobs[batch.logprobs[place]] = entry
+        if asked:
+            num_top = [batch.states[i].params.logprobs or 0 for i in batch.top_logprobs]
+            drawn._top_logprobs = token_logprobs(take_rows(raw, asked), take_rows(chosen, asked), num_top, readback)
+
+
+def _true_places(is_true: torch.Tensor) -> list[int]:
+    return is_true.nonzero().flatten().tolist()

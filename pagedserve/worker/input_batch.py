@@ -19,7 +19,9 @@ class InputBatch:
     num_tokens: np.ndarray  # int64 [num_seqs], that the row has before this step
     num_computed: np.ndarray  # int64 [num_seqs], before this step
     is_sampled: np.ndarray  # bool [num_seqs]: the step computes all tokens that the row has, and it wants one more
-    token_ids: np.ndarray  # int64 [num_tokens]
+    token_ids: np.ndarray  # int64 [num_tokens], but for those that the step before draws:
+    unknown: np.ndarray  # int64 [num_unknown], their places in token_ids
+    drawn_places: np.ndarray  # int64 [num_unknown], their places among the tokens that the step before draws
     positions: np.ndarray  # int64 [num_tokens]
     query_start_loc: np.ndarray  # int32 [num_seqs + 1]
     seq_lens: np.ndarray  # int32 [num_seqs], context length including this step's tokens
@@ -48,12 +50,15 @@ def gather(rows: Rows, output: SchedulerOutput) -> InputBatch:
     num_blocks = -(-max_seq_len // tables.block_size)
     if (tables.num_blocks[batch_rows] * tables.block_size < ends).any():
         raise ValueError("a step schedules tokens for which its sequence has no block")
+    unknown = np.flatnonzero(ends > rows.num_known[batch_rows])
     return InputBatch(
         rows=batch_rows,
         num_tokens=lengths,
         num_computed=starts,
         is_sampled=(ends == lengths) & rows.draws[batch_rows],
         token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+        unknown=query_start_loc[unknown + 1] - 1,
+        drawn_places=rows.places[batch_rows[unknown]],
         positions=positions,
         query_start_loc=query_start_loc.astype(np.int32),
         seq_lens=ends.astype(np.int32),

@@ -1,8 +1,10 @@
 """What becomes of a step that runs out of memory: it runs again in parts, and costs only what does not fit alone.
 
-A forward writes keys and values where they belong, the same ones each time, and rows change only when a token is drawn;
-so a step that failed halfway can be repeated piece by piece. Anything else that fails is told on; where the device
-itself is gone, everybody had better know.
+A forward writes keys and values where they belong, the same ones each time, and rows only expect a token until the
+results are asked for; so a step that failed halfway can be repeated piece by piece. That is done when it should draw:
+then all tokens before its own are known, and no later step is on its way. (Where a thread computes, as a CPU's may, it
+is too late when a failure is noticed.) Anything else that fails is told on; where the device itself is gone, everybody
+had better know.
 """
 
 from __future__ import annotations
@@ -64,14 +66,15 @@ class GuardedRunner:
     def sample(self, step: GuardedStep, sampling: SamplingInput) -> None:
         """See ModelRunner.sample; a step that found no memory runs again here, in parts."""
         if step.running is not None:
-            lengths, sums = self._rows.num_tokens.copy(), dict(self._rows.with_pooling)
             try:
                 self._runner.sample(step.running, sampling)
+                error = step.running.error
+            except Exception as raised:
+                error = raised
+            if error is None:
                 return
-            except Exception as error:
-                self._examine(error)
-            self._rows.num_tokens[:] = lengths
-            self._rows.with_pooling.update(sums)
+            self._examine(error)
+            self._runner.withdraw(step.running)
         step.running = None
         step.result = self._in_parts(step.output, sampling)
 
@@ -90,7 +93,7 @@ class GuardedRunner:
         """See StepGraph.capture_next."""
         return self._runner.capture_next()
 
-    def _examine(self, error: Exception) -> None:
+    def _examine(self, error: BaseException) -> None:
         """Returns if there was only too little memory; raises otherwise."""
         if reason := self._device.why_lost():
             raise DeviceLostError(f"the device is lost: {reason}") from error

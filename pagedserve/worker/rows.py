@@ -20,6 +20,10 @@ class Rows:
         """Room for `num_rows` sequences of `num_tokens` tokens to begin with; both grow."""
         self.token_ids = np.zeros((num_rows, num_tokens), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int64)
+        # How many of them are known here; at most one more is drawn by a step whose results have not been asked for,
+        # and `places` says where among the tokens that step draws.
+        self.num_known = np.zeros(num_rows, dtype=np.int64)
+        self.places = np.zeros(num_rows, dtype=np.int64)
         self.block_tables = BlockTables(num_rows, -(-num_tokens // block_size), block_size, num_groups)
         self.states: list[SamplingState | None] = [None] * num_rows
         # Live sequences whose prompt logprobs are wanted: nearly always none.
@@ -27,6 +31,8 @@ class Rows:
         # Live sequences that want a vector and no tokens, with the sum of their hidden states where that is needed.
         self.with_pooling: dict[int, np.ndarray | None] = {}
         self.draws = np.ones(num_rows, dtype=np.bool_)  # False for the rows of those sequences
+        # Whether what is drawn is the row's next token: the control plane chooses those of beams.
+        self.grows = np.ones(num_rows, dtype=np.bool_)
         # Changes whenever a row changes hands, so that what was built for a set of rows can be kept until then.
         self.generation = 0
         self._row_of: dict[int, int] = {}
@@ -77,7 +83,21 @@ class Rows:
         if len(rows):
             self.token_ids = grown(self.token_ids, (len(self.states), int(lengths.max()) + 1))
         self.token_ids[rows, lengths] = token_ids
-        self.num_tokens[rows] = lengths + 1
+        self.num_tokens[rows] = self.num_known[rows] = lengths + 1
+
+    def expect(self, rows: np.ndarray) -> None:
+        """A step draws a token for each of `rows` (int64 [n], all different), in this order."""
+        self.token_ids = grown(self.token_ids, (len(self.states), int(self.num_tokens[rows].max()) + 1))
+        self.num_tokens[rows] += self.grows[rows]
+        self.places[rows] = np.arange(len(rows))
+
+    def learn(self, seq_ids: list[int], lengths: np.ndarray, token_ids: np.ndarray) -> None:
+        """What was expected when the rows of these sequences, those that still have one, had `lengths` tokens."""
+        rows = np.array([self._row_of.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
+        is_wanted = (rows >= 0) & self.grows[rows]
+        rows, lengths = rows[is_wanted], lengths[is_wanted]
+        self.token_ids[rows, lengths] = np.maximum(token_ids[is_wanted], 0)
+        self.num_known[rows] = lengths + 1
 
     def _add(self, new: NewSequence) -> None:
         row = self._take_row(new.seq_id)
@@ -85,7 +105,8 @@ class Rows:
         # One more than it has: the token that is about to be sampled.
         self.token_ids = grown(self.token_ids, (len(self.states), count + 1))
         self.token_ids[row, :count] = new.token_ids
-        self.num_tokens[row] = count
+        self.num_tokens[row] = self.num_known[row] = count
+        self.grows[row] = new.sampling_params.beam is None and new.sampling_params.pooling is None
         self.block_tables.set(row, new.block_ids)
         self.states[row] = SamplingState(
             new.sampling_params, new.seed, new.choice_index, new.num_prompt_tokens, new.eos_token_ids
@@ -101,7 +122,8 @@ class Rows:
         source = self.row_of(parent)
         count = self.num_tokens[source]
         self.token_ids[target, :count] = self.token_ids[source, :count]
-        self.num_tokens[target] = count
+        for column in (self.num_tokens, self.num_known, self.places, self.grows):
+            column[target] = column[source]
         self.block_tables.copy(source, target)
         self.states[target] = self.state_of(parent).fork(choice_index)
 
@@ -129,7 +151,9 @@ class Rows:
         have = len(self.states)
         self.token_ids = grown(self.token_ids, (have + 1, self.token_ids.shape[1]))
         self.num_tokens = grown(self.num_tokens, (have + 1,))
-        self.draws = np.append(self.draws, np.ones(len(self.num_tokens) - have, dtype=np.bool_))
+        self.num_known, self.places = grown(self.num_known, (have + 1,)), grown(self.places, (have + 1,))
+        more = np.ones(len(self.num_tokens) - have, dtype=np.bool_)
+        self.draws, self.grows = np.append(self.draws, more), np.append(self.grows, more)
         self.block_tables.grow(have + 1)
         self.states += [None] * (len(self.num_tokens) - have)
         self._free += range(len(self.states) - 1, have - 1, -1)

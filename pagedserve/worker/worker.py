@@ -30,6 +30,7 @@ from pagedserve.step import (
 )
 from pagedserve.worker.decode_graphs import DecodeShape
 from pagedserve.worker.device import CudaDevice, Device, is_out_of_memory
+from pagedserve.worker.device_queue import DeviceQueue, ThreadQueue
 from pagedserve.worker.graphs import MakeGraph, graph_maker, is_captured
 from pagedserve.worker.kernels_ahead import compile_ahead
 from pagedserve.worker.kv_storage import KVStorage
@@ -79,6 +80,9 @@ class Worker:
         self._runner: GuardedRunner | None = None
         self._max_model_len = 0
         self._outer_num_threads = torch.get_num_threads()
+        # A GPU computes beside the host by itself, a CPU in a thread for it, where that is asked for.
+        has_thread = self._device.type == "cpu" and bool(scheduler.async_scheduling)
+        self._queue = ThreadQueue() if has_thread else DeviceQueue()
 
     def load_model(self) -> None:
         """Chooses the attention backend and reads the weights. Raises ModelLoadError or ConfigError."""
@@ -250,6 +254,7 @@ class Worker:
             device=self._device,
             places=layer_places(spec.layer_groups),
             make_graph=make_graph,
+            queue=self._queue,
         )
         return runner, rows
 
@@ -277,6 +282,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Lets go of weights and pools, and gives the process its threads back; safe to call twice."""
+        self._queue.close()
         torch.set_num_threads(self._outer_num_threads)
         self._runner = self._model = self._attention = None
 

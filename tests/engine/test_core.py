@@ -3,7 +3,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -46,40 +47,44 @@ from pagedserve.messages import (
 from pagedserve.sampling_params import SamplingParams
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
-from pagedserve.step import KVCacheSpec, MemoryPlan, ModelRunnerOutput, SamplingInput, SchedulerOutput
+from pagedserve.step import KVCacheSpec, MemoryPlan, SchedulerOutput
 from pagedserve.worker.step_inputs import StepGraph
 from tests.helpers.scarce_model import CountingDevice, ScarceModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-class BurntStep:
-    """A step whose forward never began."""
+class BurningQueue:
+    """Work that is given to it never begins."""
 
-    def sample(self, sampling: SamplingInput) -> None:
-        pass
-
-    def result(self) -> ModelRunnerOutput:
-        raise RuntimeError("a cable burns in /secret/path")
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(RuntimeError("a cable burns in /secret/path"))
+        return future
 
 
 class FaultyExecutor(InlineExecutor):
-    """The real one, but steps fail while `num_faults` lasts."""
+    """The real one, but forwards fail while `num_faults` lasts."""
 
     num_faults = 0
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        if self.num_faults:
-            self.num_faults -= 1
-            return BurntStep()
-        return super().submit(output)
+        if not self.num_faults:
+            return super().submit(output)
+        self.num_faults -= 1
+        runner = self._worker._runner._runner
+        queue, runner._queue = runner._queue, BurningQueue()
+        try:
+            return super().submit(output)
+        finally:
+            runner._queue = queue
 
 
 class Bench:
     """A core on the table: what is sent to it, and everything it said."""
 
-    def __init__(self, folder: Path, **settings: Any):
-        scheduler_config = SchedulerConfig(**settings)
+    def __init__(self, folder: Path, *, looks_ahead: bool = False, **settings: Any):
+        scheduler_config = SchedulerConfig(async_scheduling=looks_ahead, **settings)
         self.executor = FaultyExecutor(
             model=ModelConfig(model=str(folder), num_threads=1),
             cache=CacheConfig(num_device_blocks=40),
@@ -98,7 +103,7 @@ class Bench:
             bytes_per_block=plan.spec.bytes_per_block,
         )
         self.said: list[Any] = []
-        self.core = EngineCore(self.scheduler, self.executor, self.said.append)
+        self.core = EngineCore(self.scheduler, self.executor, self.said.append, looks_ahead=looks_ahead)
         self._names = itertools.count()
 
     def add(self, prompt: list[int] | None = None, params: SamplingParams = GREEDY, **fields: Any) -> str:
@@ -173,6 +178,43 @@ def test_a_step_that_fails_costs_its_requests_and_nobody_else(
     bench.run()
     assert bench.tokens(waiting) == bench.tokens(undisturbed)
     assert bench.end(waiting).error_kind is None
+    bench.assert_idle()
+
+
+def test_a_step_that_fails_while_the_next_is_under_way_costs_its_own_requests(tiny_model: Path) -> None:
+    bench = Bench(tiny_model, looks_ahead=True, max_num_batched_tokens=8)
+    undisturbed = bench.add([9, 8, 7])
+    bench.run()
+    victim = bench.add()
+    bench.run(2)
+    # The newcomer's prompt goes out with the step after the one that fails.
+    bench.executor.num_faults = 1
+    bench.core.step()
+    newcomer = bench.add([9, 8, 7])
+    bench.core.step()
+    assert type(error_of(bench.end(victim))) is EngineStepError
+    bench.run()
+    assert bench.tokens(newcomer) == bench.tokens(undisturbed)
+    assert bench.end(newcomer).error_kind is None
+    bench.assert_idle()
+
+
+def test_what_ends_with_a_step_under_way_is_heard_of_no_more(tiny_model: Path) -> None:
+    bench = Bench(tiny_model, looks_ahead=True)
+    params = GREEDY.with_(max_tokens=300)
+    aborted, stopped, late = bench.add(params=params), bench.add(params=params), bench.add(deadline=1e-3, params=params)
+    stays = bench.add([9, 8, 7])
+    bench.run(1)
+    assert type(error_of(bench.end(late))) is DeadlineExceededError
+    bench.run(2)
+    assert bench.core._launched is not None
+    bench.core.handle(AbortRequests(request_ids=[aborted]))
+    bench.core.handle(StopSequences(request_ids=[stopped], choice_indices=[0]))
+    counts = [len(bench.tokens(name)) for name in (aborted, stopped)]
+    bench.scheduler.check()
+    bench.run()
+    assert [len(bench.tokens(name)) for name in (aborted, stopped)] == counts
+    assert len(bench.tokens(stays)) == 6
     bench.assert_idle()
 
 

@@ -56,11 +56,11 @@ class ScarceSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
-    def __call__(self, logits: torch.Tensor, *arguments: Any) -> Any:
+    def draw(self, logits: torch.Tensor, *arguments: Any) -> Any:
         if len(logits) > self._max_rows:
             logits.zero_()
             raise torch.OutOfMemoryError(SAYS)
-        return self._sampler(logits, *arguments)
+        return self._sampler.draw(logits, *arguments)
 
 
 class CountingDevice(Device):

@@ -11,6 +11,7 @@ import torch
 
 from pagedserve.sampling.batch import SamplingBatch, SamplingState, TokenHistory, TokenMasks
 from pagedserve.sampling.sampler import Sampler, SamplerOutput
+from pagedserve.sampling.transfers import Readback
 from pagedserve.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -45,7 +46,10 @@ def sample(rows: Sequence[Row], vocab_limit: int | None = None, masks: TokenMask
     logits = torch.stack([row.logits for row in rows]).float()
     sampler = Sampler(logits.shape[1], vocab_limit)
     batch = SamplingBatch([r.state() for r in rows], sampler.vocab_size, CPU)
-    return sampler(logits, batch, history_of(rows), masks)
+    readback = Readback(CPU)
+    drawn = sampler.draw(logits, sampler.prepare(batch, history_of(rows), masks), readback)
+    readback.wait()
+    return drawn.output()
 
 
 def token_of(logits: torch.Tensor, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), **params: Any) -> int:

@@ -29,7 +29,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def draw(logits: torch.Tensor, params: SamplingParams, num_draws: int, seed: int = 0) -> np.ndarray:
     """Tokens at output positions 0 .. num_draws - 1, all from the same logits: int64 [num_draws]."""
     filters = Filters([params] * num_draws, [stream_of(seed, 0)] * num_draws, len(logits), CPU)
-    return filters.draw(logits.expand(num_draws, -1), np.arange(num_draws)).numpy()
+    return filters.draw(logits.expand(num_draws, -1), filters.uniforms(np.arange(num_draws))).numpy()
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -171,13 +171,13 @@ def test_mixed_rows_draw_what_each_draws_alone() -> None:
     logits = torch.stack([random_logits(LARGE, 50 + i) for i in range(len(settings))])
     streams = [stream_of(i, 0) for i in range(len(settings))]
     alone = [
-        int(Filters([p], [s], LARGE, CPU).draw(x.unsqueeze(0), np.array([4]))[0])
+        int((alone := Filters([p], [s], LARGE, CPU)).draw(x.unsqueeze(0), alone.uniforms(np.array([4])))[0])
         for p, s, x in zip(settings, streams, logits, strict=True)
     ]
     order = np.random.default_rng(0).permutation(len(settings)).tolist()
     for places in (list(range(len(settings))), order):
         filters = Filters([settings[i] for i in places], [streams[i] for i in places], LARGE, CPU)
-        drawn = filters.draw(logits[places], np.full(len(places), 4))
+        drawn = filters.draw(logits[places], filters.uniforms(np.full(len(places), 4)))
         assert drawn.tolist() == [alone[i] for i in places]
 
 
@@ -185,6 +185,6 @@ def test_more_rows_than_one_piece_holds(monkeypatch: pytest.MonkeyPatch) -> None
     logits = torch.stack([random_logits(SMALL, s) for s in range(9)])
     params = [SamplingParams(top_p=0.9 if i % 2 else 1.0) for i in range(9)]
     filters = Filters(params, [stream_of(i, 0) for i in range(9)], SMALL, CPU)
-    whole = filters.draw(logits, np.zeros(9, dtype=np.int64)).tolist()
+    whole = filters.draw(logits, filters.uniforms(np.zeros(9, dtype=np.int64))).tolist()
     monkeypatch.setattr(reference_sampling, "_PIECE", 2 * SMALL)
-    assert filters.draw(logits, np.zeros(9, dtype=np.int64)).tolist() == whole
+    assert filters.draw(logits, filters.uniforms(np.zeros(9, dtype=np.int64))).tolist() == whole

@@ -33,7 +33,7 @@ def processed(rows: list[Row]) -> torch.Tensor:
     for kind in PROCESSORS:
         members = [i for i, state in enumerate(states) if kind.applies(state)]
         if members:
-            kind(members, [states[i] for i in members], logits.shape[1], CPU).apply(logits, history_of(rows))
+            kind(members, [states[i] for i in members], logits.shape[1], CPU).prepare(history_of(rows))(logits)
     return logits
 
 
@@ -148,7 +148,7 @@ def test_all_penalties_together_step_by_step() -> None:
     for step in range(12):
         logits = random_logits(VOCAB, 100 + step, scale=1.0)
         kept = logits.clone().unsqueeze(0)
-        kind([0], [state], VOCAB, CPU).apply(kept, history_of([Row(logits, params, prompt, output)]))
+        kind([0], [state], VOCAB, CPU).prepare(history_of([Row(logits, params, prompt, output)]))(kept)
         expected = RepetitionPenaltyLogitsProcessor(1.2)(torch.tensor([prompt + output]), logits.clone().unsqueeze(0))
         counts = torch.tensor([float(output.count(t)) for t in range(VOCAB)])
         expected = expected - 0.7 * (counts > 0) - 0.3 * counts
@@ -237,7 +237,7 @@ def test_bad_words_block_phrases_as_a_whole() -> None:
 def test_sanitize_leaves_usable_rows_alone() -> None:
     logits = torch.stack([random_logits(VOCAB, s) for s in range(3)])
     before = logits.clone()
-    assert sanitize(logits) == []
+    assert not sanitize(logits).any()
     assert torch.equal(logits, before)
 
 
@@ -248,7 +248,7 @@ def test_sanitize_takes_nan_for_impossible_and_reports_rows_with_nothing_else() 
     logits[2] = -INF
     logits[3, 5], logits[3, 6] = INF, -INF
     expected = logits.clone()
-    assert sanitize(logits) == [1, 2]
+    assert sanitize(logits).tolist() == [False, True, True, False]
     assert logits[0, 3] == -INF and torch.equal(logits[0, 4:], expected[0, 4:])
     assert torch.isfinite(logits[1:3]).all()
     assert int(logits[3].argmax()) == 5 and torch.isfinite(logits[3, 5])
