@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from pagedserve.kernels import reference
+from pagedserve.kernels.grouped import GroupedMatrix
 from pagedserve.kernels.triton import elementwise as elementwise_kernels
 from pagedserve.kernels.triton import embedding as embedding_kernels
 from pagedserve.kernels.triton import experts as experts_kernels
+from pagedserve.kernels.triton import linear as linear_kernels
 from pagedserve.kernels.triton import logits as logits_kernels
 from pagedserve.kernels.triton import logprobs as logprobs_kernels
 from pagedserve.kernels.triton import moe as moe_kernels
@@ -227,12 +229,21 @@ def logprobs(
 
 def linear(
     x: torch.Tensor,  # [num_tokens, in_features]
-    weight: torch.Tensor,  # [out_features, in_features]
+    weight: torch.Tensor | GroupedMatrix,  # [out_features, in_features]
     bias: torch.Tensor | None,  # [out_features]
     residual: torch.Tensor | None,  # [num_tokens, out_features]
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """cuBLAS; a residual alone is added within the product."""
+    """cuBLAS, where a residual alone is added within the product; codes, at few rows, are multiplied as they are."""
+    if isinstance(weight, GroupedMatrix):
+        if len(x) <= linear_kernels.MAX_ROWS:
+            if out is None:
+                out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+            _same(_rows(x, "x", 2), (len(x), weight.shape[1]), "x")
+            _same(_rows(out, "out", 2), (len(x), weight.shape[0]), "out")
+            linear_kernels.grouped_linear(out, x, weight, bias, residual).run()
+            return out
+        weight = _dequantized(weight, None, x.dtype)
     if residual is None:
         y = F.linear(x, weight, bias)
         return y if out is None else out.copy_(y)
@@ -244,10 +255,20 @@ def linear(
     return torch.addmm(residual, x, weight.t(), out=out)
 
 
-def linear_rows(weight: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def linear_rows(weight: torch.Tensor | GroupedMatrix, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(weight, GroupedMatrix):
+        rows = _dequantized(weight, row_ids, torch.float32 if out is None else out.dtype)
+        return rows if out is None else out.copy_(rows)
     if out is None:
         out = torch.empty(len(row_ids), weight.shape[1], dtype=weight.dtype, device=weight.device)
     return embedding(weight, row_ids, out)
+
+
+def _dequantized(weight: GroupedMatrix, row_ids: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    num_rows = weight.shape[0] if row_ids is None else len(row_ids)
+    out = torch.empty(num_rows, weight.shape[1], dtype=dtype, device=weight.codes.device)
+    linear_kernels.dequantize(out, weight, row_ids).run()
+    return out
 
 
 write_kv = reference.write_kv

@@ -15,6 +15,7 @@ import torch
 
 from pagedserve import envs
 from pagedserve.kernels import cpu, cuda, native, native_cuda, reference
+from pagedserve.kernels.grouped import GroupedMatrix
 
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Triton's own switch, read once as Triton does: then CPU tensors take the way of a GPU's, and csrc is not loaded.
@@ -34,7 +35,7 @@ def meta_as_gpu() -> Iterator[None]:
         _META_AS_GPU = False
 
 
-def _takes_gpu_way(x: torch.Tensor) -> bool:
+def _takes_gpu_way(x: torch.Tensor | GroupedMatrix) -> bool:
     return x.is_cuda or _INTERPRETED or (_META_AS_GPU and x.is_meta)
 
 
@@ -52,7 +53,7 @@ def _implementation(x: torch.Tensor) -> ModuleType:
     return _gpu() if _takes_gpu_way(x) and x.dtype in _GPU_DTYPES else reference
 
 
-def _dense_implementation(weight: torch.Tensor) -> ModuleType:
+def _dense_implementation(weight: torch.Tensor | GroupedMatrix) -> ModuleType:
     return _gpu() if _takes_gpu_way(weight) else reference
 
 
@@ -291,7 +292,7 @@ def _blocks_implementation(src_pool: torch.Tensor, dst_pool: torch.Tensor) -> Mo
 
 def linear(
     x: torch.Tensor,  # [num_tokens, in_features]
-    weight: torch.Tensor | native.PackedMatrix,  # [out_features, in_features]
+    weight: torch.Tensor | native.PackedMatrix | GroupedMatrix,  # [out_features, in_features]
     *,
     bias: torch.Tensor | None = None,  # [out_features]
     residual: torch.Tensor | None = None,  # [num_tokens, out_features]
@@ -306,7 +307,7 @@ def linear(
 
 
 def linear_rows(
-    weight: torch.Tensor | native.PackedMatrix,  # [out_features, in_features]
+    weight: torch.Tensor | native.PackedMatrix | GroupedMatrix,  # [out_features, in_features]
     row_ids: torch.Tensor,  # int64 [num_rows]
     *,
     out: torch.Tensor | None = None,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pagedserve.kernels import reference_logits, reference_sampling
+from pagedserve.kernels.grouped import GroupedMatrix
 
 sample = reference_sampling.sample
 usable = reference_sampling.usable
@@ -282,12 +283,13 @@ def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
 
 def linear(
     x: torch.Tensor,  # [num_tokens, in_features]
-    weight: torch.Tensor,  # [out_features, in_features]
+    weight: torch.Tensor | GroupedMatrix,  # [out_features, in_features]
     bias: torch.Tensor | None,  # [out_features]
     residual: torch.Tensor | None,  # [num_tokens, out_features]
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """The float formats of packed weights; the integer ones pass x through `round_activations` first."""
+    weight = weight.dequantize(x.dtype) if isinstance(weight, GroupedMatrix) else weight
     y = F.linear(x, weight, bias)
     return _into(out, y if residual is None else y + residual)
 
@@ -307,5 +309,5 @@ def round_activations(x: torch.Tensor, group: int = 32) -> torch.Tensor:
     return rounded.masked_fill(~groups.isfinite().all(-1, keepdim=True), torch.nan).flatten(-2).to(x.dtype)
 
 
-def linear_rows(weight: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return _into(out, weight[row_ids])
+def linear_rows(weight: torch.Tensor | GroupedMatrix, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return _into(out, weight.dequantize(rows=row_ids) if isinstance(weight, GroupedMatrix) else weight[row_ids])

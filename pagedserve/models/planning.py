@@ -149,6 +149,9 @@ class PlannedMethod(QuantMethod):
     def exact(self) -> QuantMethod:
         return PlannedMethod(self._method.exact())
 
+    def for_experts(self) -> QuantMethod:
+        return PlannedMethod(self._method.for_experts())
+
     def for_head(self) -> QuantMethod:
         return PlannedMethod(self._method.for_head())
 

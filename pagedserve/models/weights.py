@@ -106,12 +106,12 @@ class Weights:
         self, names: Sequence[Sequence[str]], out_features: int, in_features: int
     ) -> torch.Tensor | PackedExperts:
         """One projection of every expert; the matrices of one, each [out_features, in_features], count as stacked."""
-        made = []
+        quant, made = self._quant.for_experts(), []
         for expert in names:
             for name in expert:
                 self._take(f"{name}.weight", (out_features, in_features))
-            made.append([self._matrix([f"{name}.weight"], out_features, in_features, self._quant) for name in expert])
-        return self._quant.stack_experts(made)
+            made.append([self._matrix([f"{name}.weight"], out_features, in_features, quant) for name in expert])
+        return quant.stack_experts(made)
 
     def embedding_and_head(
         self, embedding: str, head: str, *, vocab_size: int, hidden_size: int, tied: bool

@@ -145,6 +145,10 @@ class QuantMethod(ABC):
         default."""
         return self
 
+    def for_experts(self) -> QuantMethod:
+        """The method for the experts of a mixture; `self` by default. Raises ConfigError where it holds none."""
+        return self
+
     def for_head(self) -> QuantMethod:
         """The method for the output head, which tolerates less than 8 bits badly; `self` by default."""
         return self

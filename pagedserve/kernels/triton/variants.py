@@ -28,6 +28,7 @@ MODULES = tuple(
         "logprobs",
         "moe",
         "experts",
+        "linear",
     )
 )
 

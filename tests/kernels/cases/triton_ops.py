@@ -11,6 +11,8 @@ from functools import partial
 import torch
 
 from pagedserve.kernels import gpu, reference
+from pagedserve.kernels.grouped import GroupedMatrix
+from pagedserve.kernels.triton import linear as linear_kernels
 from tests.kernels.cases import Case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -157,6 +159,23 @@ def linear(device: torch.device) -> None:
     assert torch.equal(gpu.linear_rows(weight, ids, None), weight[ids])
 
 
+def grouped_linear(
+    bits: int, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight = GroupedMatrix.quantize(randn(device, out_features, in_features) / in_features**0.5, bits)
+    x = apart(randn(device, rows, in_features, dtype=dtype))
+    bias, residual = randn(device, out_features, dtype=dtype), apart(randn(device, rows, out_features, dtype=dtype))
+    product = x.double() @ weight.dequantize(dtype).double().T  # weights are rounded to the activations' dtype
+    assert_near(gpu.linear(x, weight, None, None, None), product, factor=4)
+    wanted = product + bias.double() + residual.double()
+    assert gpu.linear(x, weight, bias, residual, residual) is residual
+    assert_near(residual, wanted, factor=4)
+    ids = torch.tensor([out_features - 1, 0, out_features], device=device)
+    found = gpu.linear_rows(weight, ids, None)
+    torch.testing.assert_close(found[:2], weight.dequantize(rows=ids[:2]), rtol=1e-6, atol=1e-7)
+    assert found[2].isnan().all()
+
+
 def token_bitmask(rows: int, vocab_size: int, device: torch.device) -> None:
     logits = apart(randn(device, rows, vocab_size))
     words = -(-vocab_size // 32) + 1
@@ -206,6 +225,11 @@ def cases() -> list[Case]:
         "experts-float32": partial(experts, 5, 40, 72, 3, 2, torch.float32),
         "experts-float16": partial(experts, 37, 32, 24, 2, 1, torch.float16),
         "experts-bfloat16": partial(experts, 1, 72, 20, 5, 3, torch.bfloat16),
+        "w8-float32": partial(grouped_linear, 8, 3, 50, 160, torch.float32),
+        "w4-float32": partial(grouped_linear, 4, 3, 50, 160, torch.float32),
+        "w4-float16": partial(grouped_linear, 4, 17, 33, 96, torch.float16),
+        "w8-bfloat16": partial(grouped_linear, 8, 1, 40, 32, torch.bfloat16),
+        "w8-many": partial(grouped_linear, 8, linear_kernels.MAX_ROWS + 1, 20, 64, torch.float32),
         "token_bitmask-1x33": partial(token_bitmask, 1, 33),
         "token_bitmask-5x5000": partial(token_bitmask, 5, 5000),
     }
@@ -235,6 +259,8 @@ def cases() -> list[Case]:
         "token_bitmask-256x128256": partial(token_bitmask, 256, 128256),
         "experts-64-of-128": partial(experts, 64, 2048, 768, 128, 8, torch.bfloat16),
         "experts-4096-of-8": partial(experts, 4096, 1024, 3584, 8, 2, torch.bfloat16),
+        "w8-64x4096x14336": partial(grouped_linear, 8, 64, 4096, 14336, torch.bfloat16),
+        "w4-1x28672x4096": partial(grouped_linear, 4, 1, 28672, 4096, torch.bfloat16),
         "route-4096x128": partial(route, 4096, 128, 8, torch.bfloat16),
     }
     return small + [Case(name=name, run=run, full_size=True) for name, run in full_size.items()]
