@@ -54,6 +54,7 @@ class DecodeStep:
         elif max_query_len != 1:
             raise ValueError("rows of several queries need query_start_loc")
         self.num_seqs = num_seqs
+        self.one_query_each = query_start_loc is None
         self.max_query_len = max_query_len
         self.device = seq_lens.device
         self._tensors = (seq_lens, block_tables, query_start_loc)
@@ -66,17 +67,19 @@ class DecodeStep:
             max_query_len,
         )
         self.rows_address = native_cuda.address(self._rows)
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, DecodePlan] = {}
 
-    def plan_address(self, kv: KVLayer, group: int, dtype: torch.dtype, window: int) -> int:
-        """The ps_cuda_decode_plan of a window, made anew where a forward begins with it."""
+    def plan(self, kv: KVLayer, group: int, dtype: torch.dtype, window: int) -> DecodePlan:
+        """The plan of a window, made anew where a forward begins with it."""
         plan = self._plans.get(window)
         if plan is None or plan.first_layer == kv.data:
-            plan = self._plans[window] = _Plan(self, kv, group, dtype, window)
-        return plan.address
+            plan = self._plans[window] = DecodePlan(self, kv, group, dtype, window)
+        return plan
 
 
-class _Plan:
+class DecodePlan:
+    """ps_cuda_decode_plan: the pieces of a step's contexts, and working memory for them."""
+
     def __init__(self, step: DecodeStep, kv: KVLayer, group: int, dtype: torch.dtype, window: int) -> None:
         max_rows = group * step.max_query_len
         row_tile = native_cuda.size("ps_cuda_decode_row_tile", max_rows, native_cuda.DTYPES[dtype])
@@ -85,12 +88,12 @@ class _Plan:
         max_items = native_cuda.size("ps_cuda_decode_max_items", step.num_seqs, grid_heads, ctas)
         partials = native_cuda.size("ps_cuda_decode_partial_floats", max_items, grid_heads, row_tile, kv.head_dim)
         self.first_layer = kv.data
-        # One allocation: the counters must begin as zeros, and their kernel is the only one besides the plan's own.
-        self._items = torch.empty(4 + 4 * max_items, dtype=torch.int32, device=step.device)
+        # From the graph's own memory where a step is being captured, so that they live as long as it.
+        self.items = torch.empty(4 + 4 * max_items, dtype=torch.int32, device=step.device)
         self._partials = torch.empty(partials, dtype=torch.float32, device=step.device)
         self._counters = torch.zeros(step.num_seqs * grid_heads, dtype=torch.int32, device=step.device)
         self._struct = native_cuda.DecodePlanStruct(
-            self._items.data_ptr(), max_items, ctas, self._partials.data_ptr(), self._counters.data_ptr()
+            self.items.data_ptr(), max_items, ctas, self._partials.data_ptr(), self._counters.data_ptr()
         )
         self.address = native_cuda.address(self._struct)
         native_cuda.call(
@@ -154,13 +157,13 @@ def paged_decode(
         )
     if query.dtype not in native_cuda.DTYPES or head_dim != kv.head_dim or query.device != kv.device:
         raise ValueError(f"query {list(query.shape)} {query.dtype} on {query.device} does not fit the cache")
-    if num_tokens < step.num_seqs or (step.max_query_len == 1 and num_tokens != step.num_seqs):
+    if step.one_query_each and num_tokens != step.num_seqs:
         raise ValueError(f"query has {num_tokens} tokens, the step {step.num_seqs} rows")
     for x, name in ((query, "query"), (out, "out")):
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             raise ValueError(f"{name}'s heads must be contiguous")
     window = 0 if sliding_window is None else sliding_window
-    plan = step.plan_address(kv, num_heads // kv.num_kv_heads, query.dtype, window)
+    plan = step.plan(kv, num_heads // kv.num_kv_heads, query.dtype, window).address
     native_cuda.call(
         "ps_cuda_paged_decode", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads,
         native_cuda.DTYPES[query.dtype], kv.address, step.rows_address, plan, scale, window,

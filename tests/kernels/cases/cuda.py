@@ -46,6 +46,11 @@ class Shape:
 def cases() -> list[Case]:
     found = [Case(shape.name, partial(check_decode, shape)) for shape in small_shapes()]
     found += [Case(shape.name, partial(check_decode, shape), full_size=True) for shape in full_shapes()]
+    found += [Case("plan", _check_plan), Case("same-step-again", _check_same_step_again)]
+    found += [
+        Case(f"every-code-{kv}-{t}".replace("torch.", ""), partial(_check_codes, t, kv))
+        for t, kv in product((BF16, F16), (I8, FP8))
+    ]
     found += [Case(f"copy-{n}", partial(_check_copy, n)) for n in (1, 40)]
     found += [Case("copy-chain", _check_chains), Case("swap", _check_swap)]
     found.append(Case("copy-2000", partial(_check_copy, 2000), full_size=True))
@@ -186,6 +191,74 @@ class Batch:
             for target, x in ((wanted, v), (magnitude, v.abs())):
                 target[start:end] = (weights @ x[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
         return wanted, magnitude
+
+
+def _check_codes(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> None:
+    """One key, so the output is its value: every code there is must come back as what it means."""
+    shape = Shape(dtype=dtype, kv_dtype=kv_dtype, head_dim=256, num_kv_heads=1, group=1, seq_lens=(1,))
+    batch = make_batch(shape, device)
+    codes = torch.arange(256, device=device).to(torch.uint8)
+    if kv_dtype is FP8:
+        codes[codes & 127 == 127] = 0  # NaN
+    keys_and_values = batch.pool[:, 1].view(torch.uint8)
+    block = batch.block_tables[0, 0]
+    keys_and_values[block, 1, 0, 0, :256] = codes
+    scales = torch.tensor([0.5], device=device).view(torch.uint8)
+    keys_and_values[block, 1, 0, 0, 256 * shape.block_size :][:4] = scales
+    wanted = codes.view(kv_dtype).float() * 0.5
+    assert torch.equal(batch.decode()[0, 0].float(), wanted)
+
+
+def _check_plan(device: torch.device) -> None:
+    """Pieces cover each row's visible keys once, in order; long contexts are cut, and equal work is cut equally."""
+    plans = [
+        ((5000, 0, 70, 1, 900), None, {0, 2, 3, 4}),
+        ((5000, 0, 70, 1, 900), 300, {0, 2, 3, 4}),
+        ((64,) * 700, None, set(range(700))),
+        ((0, 0), None, set()),
+    ]
+    for seq_lens, window, rows in plans:
+        items = _plan(seq_lens, window, device)
+        covered: dict[int, list[tuple[int, int, int, int]]] = {}
+        for row, begin, end, number in items:
+            covered.setdefault(row, []).append((begin, end, number & 0xFFFF, number >> 16))
+        assert set(covered) == rows
+        for row, pieces in covered.items():
+            first = 0 if window is None else max(0, seq_lens[row] - window) // 64 * 64
+            assert pieces[0][0] == first and pieces[-1][1] == seq_lens[row]
+            assert all(before[1] == after[0] for before, after in pairwise(pieces))
+            assert [(number, count) for *_, number, count in pieces] == [(i, len(pieces)) for i in range(len(pieces))]
+            assert all(begin % 64 == 0 and begin < end for begin, end, *_ in pieces)
+    assert len(_plan((64,) * 700, None, device)) == 700
+    alone = _plan((1 << 20,), None, device)
+    assert 2 <= len(alone) <= 512
+    lengths = [end - begin for _, begin, end, _ in alone]
+    assert len(set(lengths[:-1])) == 1 and lengths[-1] <= lengths[0]
+
+
+def _plan(seq_lens: Sequence[int], window: int | None, device: torch.device) -> list[list[int]]:
+    """The plan's pieces: row, first key, end, number | count << 16."""
+    shape = Shape(num_kv_heads=1, group=1, seq_lens=(1,))
+    kv = cuda.KVLayer(make_batch(shape, device).pool[:, 1], shape.head_dim, shape.block_size)
+    tables = torch.zeros(len(seq_lens), 1, dtype=torch.int32, device=device)
+    lens = guarded(torch.tensor(seq_lens, dtype=torch.int32)).to(device)
+    step = cuda.DecodeStep(seq_lens=lens, block_tables=tables)
+    items = step.plan(kv, 1, BF16, window or 0).items.view(-1, 4).tolist()
+    return items[1 : 1 + items[0][0]]
+
+
+def _check_same_step_again(device: torch.device) -> None:
+    """As a replayed graph does: lengths change in place, and the plan follows when the first layer comes back."""
+    batch = make_batch(Shape(num_kv_heads=1, seq_lens=(1500, 40)), device)
+    shape = batch.shape
+    layers = [cuda.KVLayer(batch.pool[:, n], shape.head_dim, shape.block_size) for n in (1, 0)]
+    step = cuda.DecodeStep(seq_lens=batch.seq_lens, block_tables=batch.block_tables)
+    for seq_lens in ((1500, 40), (3, 39), (0, 17)):
+        batch.seq_lens.copy_(torch.tensor(seq_lens))
+        batch.shape = replace(shape, seq_lens=seq_lens)
+        outs = [cuda.paged_decode(batch.query, layer, step, 0.125, None, None) for layer in (*layers, layers[1])]
+        live = [row for row in range(2) if seq_lens[row]]
+        assert torch.equal(outs[0][live], batch.decode()[live])
 
 
 def dequantized(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
