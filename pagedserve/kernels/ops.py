@@ -39,6 +39,11 @@ def _takes_gpu_way(x: torch.Tensor | GroupedMatrix) -> bool:
     return x.is_cuda or _INTERPRETED or (_META_AS_GPU and x.is_meta)
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether ops on this device's tensors run on a GPU's kernels, which reward other ways than a CPU's."""
+    return device.type == "cuda" or _INTERPRETED
+
+
 @cache
 def _gpu() -> ModuleType:
     # Imported late: Triton takes a second to load, and a CPU server needs none of it.

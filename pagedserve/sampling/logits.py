@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pagedserve.kernels import ops
 from pagedserve.kernels.reference_sampling import usable
+from pagedserve.sampling.gpu_penalties import GpuPenalties
 from pagedserve.sampling.transfers import to_device
 
 if TYPE_CHECKING:
@@ -240,8 +242,11 @@ class Penalties(LogitsProcessor):
         self._repetition = np.array([s.params.repetition_penalty for s in states], dtype=np.float32)
         self._presence = np.array([s.params.presence_penalty for s in states], dtype=np.float32)
         self._frequency = np.array([s.params.frequency_penalty for s in states], dtype=np.float32)
+        self._on_gpu = GpuPenalties(self._rows, states, device) if ops.on_gpu(device) else None
 
     def prepare(self, history: TokenHistory) -> Change:
+        if self._on_gpu is not None:
+            return self._on_gpu.prepare(history)
         counted = []
         for row, state in zip(self._rows.tolist(), self._states, strict=True):
             if state.token_counts is None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
+from pagedserve.kernels import ops
 from pagedserve.sampling.transfers import Later, Readback, to_device
 from pagedserve.step import TokenLogprobs
 
@@ -16,8 +20,16 @@ LOGPROB_FLOOR = -9999.0
 _WIDTHS = (32, 128, 1024)
 
 
+def distributions(logits: torch.Tensor) -> torch.Tensor:
+    """What the functions below take for `log_probs`, of usable logits [n, vocab_size] that are not changed any more:
+    their log-softmax on CPUs; on GPUs, whose kernel finds it where it is asked for, the logits themselves."""
+    return logits if ops.on_gpu(logits.device) else torch.log_softmax(logits, dim=-1)
+
+
 def chosen_logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor, readback: Readback) -> Later[list[float]]:
     """The logprob of one token a row: `log_probs` [n, vocab_size], `token_ids` int64 [n]."""
+    if ops.on_gpu(log_probs.device):
+        return readback.take(_finite(ops.logprobs(log_probs, token_ids, 0)[0])).tolist
     values = readback.take(_finite(log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1)))
     return values.tolist
 
@@ -30,6 +42,8 @@ def token_logprobs(
 ) -> Later[list[TokenLogprobs]]:
     """One entry a row: the chosen token first, then exactly `num_top` (at most the vocabulary) tokens, best first."""
     vocab_size = log_probs.shape[1]
+    if ops.on_gpu(log_probs.device):
+        return _token_logprobs_of_gpu(log_probs, token_ids, num_top, readback)
     chosen = log_probs.gather(1, token_ids.unsqueeze(1))
     ids, values = readback.take(token_ids), readback.take(_finite(chosen.squeeze(1)))
     parts = []
@@ -39,19 +53,34 @@ def token_logprobs(
         ranks = _ranks(part, part_chosen, top_values)
         parts.append((rows, *map(readback.take, (ranks, _finite(top_values), top_ids))))
 
-    def entries() -> list[TokenLogprobs]:
-        result: list[TokenLogprobs | None] = [None] * len(num_top)
-        all_ids, all_values = ids.tolist(), values.tolist()
-        for rows, *columns in parts:
-            for i, rank, row_values, row_ids in zip(rows, *(column.tolist() for column in columns), strict=True):
-                result[i] = TokenLogprobs(
-                    token_ids=[all_ids[i], *row_ids[: num_top[i]]],
-                    logprobs=[all_values[i], *row_values[: num_top[i]]],
-                    rank=rank,
-                )
-        return [entry for entry in result if entry is not None]
+    return partial(_entries, num_top, ids, values, parts)
 
-    return entries
+
+def _token_logprobs_of_gpu(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int], readback: Readback
+) -> Later[list[TokenLogprobs]]:
+    """`token_logprobs` in one op: it orders equals by id, so rows may rank as many as the row that asks for most."""
+    most = min(max(num_top, default=0), logits.shape[1])
+    values, ranks, top_values, top_ids = ops.logprobs(logits, token_ids, most)
+    ids, values = readback.take(token_ids), readback.take(_finite(values))
+    part = [list(range(len(num_top))), *map(readback.take, (ranks, _finite(top_values), top_ids))]
+    return partial(_entries, num_top, ids, values, [part])
+
+
+def _entries(
+    num_top: list[int], ids: torch.Tensor, values: torch.Tensor, parts: Sequence[Sequence[Any]]
+) -> list[TokenLogprobs]:
+    """Of each part: its rows, and what was found of them as tensors: ranks, values and ids of the most likely."""
+    result: list[TokenLogprobs | None] = [None] * len(num_top)
+    all_ids, all_values = ids.tolist(), values.tolist()
+    for rows, *columns in parts:
+        for i, rank, row_values, row_ids in zip(rows, *(column.tolist() for column in columns), strict=True):
+            result[i] = TokenLogprobs(
+                token_ids=[all_ids[i], *row_ids[: num_top[i]]],
+                logprobs=[all_values[i], *row_values[: num_top[i]]],
+                rank=rank,
+            )
+    return [entry for entry in result if entry is not None]
 
 
 def take_rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -60,10 +89,7 @@ def take_rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _ranks(log_probs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tensor) -> torch.Tensor:
-    """1 + how many tokens are likelier than the chosen one; on CPUs the whole row is read only where the list is too
-    short, which a host cannot see of a GPU's."""
-    if not log_probs.is_cpu:
-        return 1 + (log_probs > chosen).sum(dim=-1)
+    """1 + how many tokens are likelier than the chosen one; the whole row is read only where the list is too short."""
     ranks = 1 + (top_values > chosen).sum(dim=-1)
     beyond = (chosen < top_values[:, -1:]).squeeze(1).nonzero().flatten()
     if len(beyond):

@@ -14,7 +14,7 @@ import torch
 from pagedserve.kernels import ops
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory, TokenMasks
 from pagedserve.sampling.logits import Change, sanitize
-from pagedserve.sampling.logprobs import best_tokens, chosen_logprobs, take_rows, token_logprobs
+from pagedserve.sampling.logprobs import best_tokens, chosen_logprobs, distributions, take_rows, token_logprobs
 from pagedserve.sampling.transfers import Later, Readback
 from pagedserve.step import TokenLogprobs
 
@@ -103,7 +103,7 @@ class Sampler:
         logits[:, self.vocab_size :] = -torch.inf
         sanitize(logits)
         num_top = min(num_top, self.vocab_size)
-        return token_logprobs(torch.log_softmax(logits, dim=-1), token_ids, [num_top] * len(token_ids), readback)
+        return token_logprobs(distributions(logits), token_ids, [num_top] * len(token_ids), readback)
 
     def prepare(self, batch: SamplingBatch, history: TokenHistory, masks: TokenMasks | None = None) -> SamplerCall:
         """What can be done before there are logits. `batch` is made for this sampler's `vocab_size`."""
@@ -118,7 +118,9 @@ class Sampler:
             tokens = batch.filters.draw(logits, call.uniform)
             return Drawn(token_ids=tokens, _batch=batch, _host_ids=readback.take(tokens))
         unusable = readback.take(sanitize(logits))
-        raw = torch.log_softmax(take_rows(logits, batch.logprobs), dim=-1) if batch.logprobs else None
+        raw = distributions(take_rows(logits, batch.logprobs)) if batch.logprobs else None
+        if raw is logits and (call.changes or masks is not None):
+            raw = logits.clone()
         if batch.beam:
             # transformers' beam search applies its processors to log-probabilities; so do we.
             logits[batch.beam_rows] = torch.log_softmax(take_rows(logits, batch.beam), dim=-1)

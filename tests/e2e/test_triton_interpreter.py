@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,14 @@ SETTINGS = {"num_device_blocks": 16, "num_threads": 1, "max_model_len": 64, "max
 
 
 def generate(folder: Path, num_tokens: int) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    """The tokens of each prompt, and those that were likely beside each of them."""
+    plain = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    # One of the two asks for all that is done to logits and told of them.
+    wishes = replace(plain, logprobs=3, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={11: 3.0})
     with LLM(str(folder), dtype="float32", **SETTINGS) as llm:
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+        outputs = llm.generate(PROMPTS, [wishes, plain], use_tqdm=False)
+    likely = [[entry.token_ids for entry in output.outputs[0].logprobs or ()] for output in outputs]
+    return [output.outputs[0].token_ids for output in outputs] + likely
 
 
 def interpreted(folders: list[Path], num_tokens: int) -> dict[str, list[list[int]]]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pagedserve.sampling.logprobs import LOGPROB_FLOOR, best_tokens, token_logprobs
+from pagedserve.sampling.logprobs import LOGPROB_FLOOR, _token_logprobs_of_gpu, best_tokens, token_logprobs
 from pagedserve.sampling.transfers import Readback
 from tests.sampling.rows import CPU, random_logits
 
@@ -42,6 +42,15 @@ def test_order_among_equals_is_by_id_whatever_neighbours_ask(neighbour: int) -> 
     alone = token_logprobs(log_probs[:1], torch.tensor([0]), [5], HERE)()[0]
     assert entry == alone
     assert entry.rank == 1
+
+
+def test_a_gpu_tells_the_same_from_the_logits() -> None:
+    logits = torch.stack([random_logits(500, s).round(decimals=1) for s in range(4)])  # equals among them
+    chosen, num_top = torch.tensor([0, 3, 499, 7]), [0, 5, 20, 1]
+    wanted = token_logprobs(torch.log_softmax(logits, dim=-1), chosen, num_top, HERE)()
+    for entry, other in zip(_token_logprobs_of_gpu(logits, chosen, num_top, HERE)(), wanted, strict=True):
+        assert (entry.token_ids, entry.rank) == (other.token_ids, other.rank)
+        assert entry.logprobs == pytest.approx(other.logprobs, abs=1e-6)
 
 
 def test_impossible_tokens_have_a_finite_logprob() -> None:
