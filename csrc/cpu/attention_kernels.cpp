@@ -47,12 +47,23 @@ void load_query(const Problem& problem, const Item& item, float* to) {
   }
 }
 
+// `next`: the item that probably follows, whose first tile is fetched while the last one here is computed; may be null.
 template <class T>
-void attend_split(const Problem& problem, const Item& item, const Scratch& scratch, int64_t split) {
+void attend_split(const Problem& problem, const Item& item, const Scratch& scratch, int64_t split, const Item* next) {
   clear(scratch.split, item.num_rows, problem.head_dim);
   const int64_t begin = max_of(split * kSplit, item.seen_begin / kTile * kTile);
   const int64_t end = min_of((split + 1) * kSplit, item.seen_end);
-  for (int64_t start = begin; start < end; start += kTile) attend_tile<T>(problem, item, scratch, start);
+  Ahead ahead;
+  for (int64_t start = begin; start < end; start += kTile) {
+    if (start + kTile < item.seen_end) {
+      look_ahead<T>(problem, item, start + kTile, ahead);
+    } else if (next != nullptr) {
+      look_ahead<T>(problem, *next, next->seen_begin / kTile * kTile, ahead);
+    } else {
+      ahead.num_pieces = 0;
+    }
+    attend_tile<T>(problem, item, scratch, start, ahead);
+  }
 }
 
 // Adds a split to the splits before it.
@@ -85,15 +96,15 @@ int64_t first_split(const Item& item) { return item.seen_begin / kSplit; }
 int64_t end_split(const Item& item) { return ceil_div(item.seen_end, kSplit); }
 
 template <class T>
-void attend_item(const Problem& problem, const Item& item, const Scratch& scratch) {
+void attend_item(const Problem& problem, const Item& item, const Scratch& scratch, const Item* next) {
   load_query(problem, item, scratch.query);
   const int64_t first = first_split(item), end = end_split(item);
-  attend_split<T>(problem, item, scratch, first);
+  attend_split<T>(problem, item, scratch, first, next);
   if (end - first == 1) return write_out(problem, item, scratch.split);
   clear(scratch.total, item.num_rows, problem.head_dim);
   merge(scratch.total, scratch.split, item.num_rows, problem.head_dim);
   for (int64_t split = first + 1; split < end; ++split) {
-    attend_split<T>(problem, item, scratch, split);
+    attend_split<T>(problem, item, scratch, split, next);
     merge(scratch.total, scratch.split, item.num_rows, problem.head_dim);
   }
   write_out(problem, item, scratch.total);
@@ -138,6 +149,11 @@ Item nth_item(const Problem& problem, int64_t seq, int64_t index) {
   return make_item(problem, seq, index / tiles, tiles - 1 - index % tiles);
 }
 
+Item item_at(const Problem& problem, const Plan& plan, int64_t index) {
+  const int64_t seq = find(plan.first_item, plan.num_seqs, index);
+  return nth_item(problem, seq, index - plan.first_item[seq]);
+}
+
 template <class T>
 void attend_items(const Problem& problem, const Plan& plan, int64_t max_rows, int* status) {
   const int64_t num_items = plan.first_item[plan.num_seqs];
@@ -148,9 +164,12 @@ void attend_items(const Problem& problem, const Plan& plan, int64_t max_rows, in
       __atomic_store_n(status, PS_OUT_OF_MEMORY, __ATOMIC_RELAXED);
       return;
     }
+    Item item = item_at(problem, plan, begin);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t seq = find(plan.first_item, plan.num_seqs, i);
-      attend_item<T>(problem, nth_item(problem, seq, i - plan.first_item[seq]), scratch);
+      const bool is_last = i + 1 == num_items;
+      const Item next = is_last ? item : item_at(problem, plan, i + 1);
+      attend_item<T>(problem, item, scratch, is_last ? nullptr : &next);
+      item = next;
     }
   });
 }
@@ -177,7 +196,7 @@ void attend_units(const Problem& problem, const Plan& plan, int64_t max_rows, fl
       if (split >= end_split(item)) continue;
       load_query(problem, item, scratch.query);
       scratch.split = state_of(unit);
-      attend_split<T>(problem, item, scratch, split);
+      attend_split<T>(problem, item, scratch, split, nullptr);
     }
   });
   if (*status != PS_OK) return;

@@ -138,6 +138,44 @@ void locate(const Problem& problem, const Item& item, int64_t tile_start, Tile<T
   }
 }
 
+// The lines of the tile that comes next, fetched into the cache while this one is computed: where blocks lie stands in
+// the table, so the processor cannot guess it. A few at a time, between the parts of a tile: many at once would keep
+// what the current tile reads waiting behind them.
+struct Ahead {
+  const char* starts[2 * kTile];
+  int num_pieces = 0, piece = 0;
+  int64_t piece_bytes = 0, offset = 0;
+
+  int64_t lines() const { return num_pieces * ((piece_bytes + 63) / 64); }
+
+  void fetch(int64_t count) {
+    for (; piece < num_pieces && count > 0; ++piece, offset = 0) {
+      const char* start = starts[piece];
+      for (; offset < piece_bytes && count > 0; offset += 64, --count) __builtin_prefetch(start + offset, 0, 2);
+      if (offset < piece_bytes) return;
+    }
+  }
+};
+
+// Blocks of at least a line, whole ones: of a block that spans tiles only its first tile is fetched ahead.
+template <class T>
+void look_ahead(const Problem& problem, const Item& item, int64_t tile_start, Ahead& ahead) {
+  ahead.num_pieces = ahead.piece = 0;
+  ahead.offset = 0;
+  const int64_t len = min_of(problem.block_size, kTile);
+  ahead.piece_bytes = len * problem.head_dim * static_cast<int64_t>(sizeof(T));
+  const int32_t* table = problem.rows->block_tables + item.seq * problem.rows->block_tables_stride;
+  const T* data = static_cast<const T*>(problem.kv_data) + item.kv_head * problem.head_size;
+  const int64_t end = min_of(tile_start + kTile, item.seen_end);
+  for (int64_t position = max_of(tile_start, item.seen_begin / len * len); position < end; position += len) {
+    const T* k = data + table[position / problem.block_size] * problem.block_stride;
+    const int64_t offset = position % problem.block_size * problem.head_dim;
+    ahead.starts[ahead.num_pieces++] = reinterpret_cast<const char*>(k + offset);
+    ahead.starts[ahead.num_pieces++] =
+        reinterpret_cast<const char*>(k + problem.num_kv_heads * problem.head_size + offset);
+  }
+}
+
 // The scales of a tile of an 8-bit cache, which follow a head's codes. Tokens that nobody sees get anything.
 void gather_scales(const Problem& problem, const Tile<int8_t>& tile, int64_t tile_start, const Scratch& scratch) {
   const int len = tile.segment_len;
@@ -346,7 +384,9 @@ void accumulate_item(const Problem& problem, const Item& item, const Scratch& sc
 }
 
 template <class T>
-void attend_tile(const Problem& problem, const Item& item, const Scratch& scratch, int64_t tile_start) {
+void attend_tile(const Problem& problem, const Item& item, const Scratch& scratch, int64_t tile_start, Ahead& ahead) {
+  const int64_t quarter = (ahead.lines() + 3) / 4;
+  ahead.fetch(quarter);
   Tile<T> tile;
   locate(problem, item, tile_start, tile);
   const int num_vecs = (tile.end + kWidth - 1) / kWidth;
@@ -367,6 +407,7 @@ void attend_tile(const Problem& problem, const Item& item, const Scratch& scratc
     score_item(problem, item, scratch, keys, tile.key_stride, num_vecs);
   }
 
+  ahead.fetch(quarter);
   const int64_t seq_len = problem.rows->seq_lens[item.seq];
   const int32_t* starts = problem.rows->query_start_loc + item.seq;
   const int64_t first_position = seq_len - (starts[1] - starts[0]) + item.first_query;
@@ -379,6 +420,7 @@ void attend_tile(const Problem& problem, const Item& item, const Scratch& scratc
                     scratch.rescale + row, scratch.split.maximum + row, scratch.split.sum + row);
   }
 
+  ahead.fetch(quarter);
   if (shared) {
     widen_values(tile, problem.head_dim, scratch.tokens);
     Tile<float> wide;
@@ -390,6 +432,7 @@ void attend_tile(const Problem& problem, const Item& item, const Scratch& scratc
   } else {
     accumulate_item(problem, item, scratch, tile);
   }
+  ahead.fetch(quarter);
 }
 
 #undef PS_WITH_ROWS

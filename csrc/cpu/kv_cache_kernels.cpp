@@ -1,6 +1,7 @@
 // Scatters this step's keys and values into their blocks; K is kept transposed within a block, so that the
 // scores of neighbouring tokens lie in one register (see attention_kernels.cpp). An 8-bit cache holds
-// codes of one scale per token and head: x ~ scale * code, scale = largest magnitude / 127.
+// codes of one scale per token and head: x ~ scale * code, scale = largest magnitude / 127. An fp16 cache is held within
+// the range of fp16: an infinite key or value would turn every later answer of its sequence into NaN.
 #include "kernels.h"
 #include "thread_pool.h"
 #include "vec.h"
@@ -10,6 +11,26 @@ namespace PS_ISA {
 namespace {
 
 constexpr int64_t kGrain = 16;  // (token, KV head) pairs
+
+constexpr int kPiece = 16;  // numbers that are narrowed at once
+
+// kPiece numbers, fewer at the end of a head, as the cache holds them.
+void narrow(const float* x, int count, float* out) { std::memcpy(out, x, count * sizeof(float)); }
+
+void narrow(const float* x, int count, bf16* out) {
+  for (int i = 0; i < count; ++i) from_float(x[i], &out[i]);
+}
+
+void narrow(const float* x, int count, f16* out) {
+  const Vec lowest = set1(-65504.f), highest = set1(65504.f);
+  int i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(out + i, min(highest, max(lowest, load(x + i))));
+  if (i < count) {
+    alignas(64) float rest[kWidth];
+    store(rest, min(highest, max(lowest, load_partial(x + i, count - i))));
+    for (int j = 0; i < count; ++i, ++j) from_float(rest[j], &out[i]);
+  }
+}
 
 template <class T>
 void write(const ps_kv_cache& kv, const float* key, int64_t key_stride, const float* value, int64_t value_stride,
@@ -25,8 +46,13 @@ void write(const ps_kv_cache& kv, const float* key, int64_t key_stride, const fl
       T* v = k + kv.num_kv_heads * head_size;
       const float* from_k = key + token * key_stride + head * kv.head_dim;
       const float* from_v = value + token * value_stride + head * kv.head_dim;
-      for (int64_t d = 0; d < kv.head_dim; ++d) from_float(from_k[d], &k[d * kv.block_size + offset]);
-      for (int64_t d = 0; d < kv.head_dim; ++d) from_float(from_v[d], &v[offset * kv.head_dim + d]);
+      for (int64_t d = 0; d < kv.head_dim; d += kPiece) {
+        const int count = static_cast<int>(kv.head_dim - d < kPiece ? kv.head_dim - d : kPiece);
+        T piece[kPiece];
+        narrow(from_k + d, count, piece);
+        for (int i = 0; i < count; ++i) k[(d + i) * kv.block_size + offset] = piece[i];
+        narrow(from_v + d, count, v + offset * kv.head_dim + d);
+      }
     }
   });
 }

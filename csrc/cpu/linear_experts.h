@@ -55,11 +55,11 @@ void multiply_tiles(const Call& call) {
 
 #ifdef PS_HAVE_AMX
 
-constexpr int64_t kAmxTileCodes = kPlanes * kAmxPlane;   // bytes of a tile's codes, a group
+constexpr int64_t kAmxTileCodes = kAmxGroup;             // bytes of a tile's codes, a group
 constexpr int64_t kAmxTileWords = kAmxWords * kAmxRows;  // words of its meta
 
 // How many of an expert's rows come in tiles, as far as that pays.
-int64_t amx_rows(int64_t num_rows) {
+int64_t rows_in_tiles(int64_t num_rows) {
   const int64_t rest = num_rows % kAmxRows;
   return rest < kAmxMinRows ? num_rows - rest : num_rows;
 }
@@ -72,6 +72,7 @@ float* amx_meta(const Block& block) {
   return reinterpret_cast<float*>(block.memory + amx_groups(block) * kAmxTileCodes);
 }
 
+template <class Codes>
 void prepare_amx_block(const Block& block, const LinearFormat& format) {
   const int64_t num_groups = block.depth / kGroup;
   auto* codes = reinterpret_cast<int8_t*>(block.memory);
@@ -82,18 +83,18 @@ void prepare_amx_block(const Block& block, const LinearFormat& format) {
   }
   for (int64_t row = 0; row < block.num_rows; ++row) {
     const int64_t first_group = row / kAmxRows * num_groups, i = row % kAmxRows;
-    quantize_row<kGroup>(block.rows[row], block.depth, format, kAmxPlane,
-                         codes + first_group * kAmxTileCodes + i * kGroup, kAmxRows, kAmxTileWords,
-                         meta + first_group * kAmxTileWords + i);
+    const float* next = block.rows[row + 1 < block.num_rows ? row + 1 : row];
+    quantize_amx_row<Codes>(block.rows[row], next, block.depth, format, i, codes + first_group * kAmxTileCodes,
+                            meta + first_group * kAmxTileWords);
   }
 }
 
 template <class Codes, class Scale, bool kHasMin>
 void multiply_amx_block(const Block& block, const Call& call, uint8_t* unpacked) {
-  constexpr bool kIsNibbles = Codes::kDepth == Nibbles::kDepth;
+  constexpr bool kIsNibbles = kAmxNibbles<Codes>;
   const int64_t num_groups = block.depth / kGroup;
   const auto* activations = reinterpret_cast<const int8_t*>(block.memory);
-  const TileConfig config;
+  const TileConfig config(kIsNibbles);
   for (int64_t panel = 0; panel <= call.last_panel; ++panel) {
     const uint8_t* codes = call.data + panel * call.panel_bytes;
     const auto* scales = reinterpret_cast<const Scale*>(codes + num_groups * (kIsNibbles ? kAmxCodes / 2 : kAmxCodes));
@@ -105,9 +106,10 @@ void multiply_amx_block(const Block& block, const Call& call, uint8_t* unpacked)
     for (int64_t row = 0; row < block.num_rows; row += kAmxRows) {
       const int64_t first_group = row / kAmxRows * num_groups;
       Vec sum[kAmxRows];
-      amx_tile<Scale, kHasMin>(activations + first_group * kAmxTileCodes,
-                               amx_meta(block) + first_group * kAmxTileWords, codes, scales, num_groups,
-                               row == 0 ? ahead : nullptr, call.panel_bytes / num_groups, sum);
+      amx_rows<Codes, Scale, kHasMin>(activations + first_group * kAmxTileCodes,
+                                      amx_meta(block) + first_group * kAmxTileWords, codes, scales, num_groups,
+                                      row == 0 ? ahead : nullptr, (call.panel_bytes + num_groups - 1) / num_groups,
+                                      block.num_rows - row, sum);
       for (int64_t i = 0; i < kAmxRows && row + i < block.num_rows; ++i) {
         Vec one[1][1] = {{sum[i]}};
         store_tile<1, 1>(call.args, row + i, panel * kPanel, one);
@@ -165,7 +167,7 @@ struct IntBlocks {
 
   static void prepare(const Block& block, int format) {
 #ifdef PS_HAVE_AMX
-    if (kHalves == 1 && block.in_amx_tiles) return prepare_amx_block(block, kLinearFormats[format]);
+    if (kHalves == 1 && block.in_amx_tiles) return prepare_amx_block<Codes>(block, kLinearFormats[format]);
 #endif
     const int64_t words = block.depth / kGroup * kWords;
     auto* codes = reinterpret_cast<int8_t*>(block.memory);
@@ -299,7 +301,7 @@ class Experts {
       const int64_t begin = args_.starts[expert], end = args_.starts[expert + 1];
       int64_t in_tiles = begin;
 #ifdef PS_HAVE_AMX
-      if (uses_amx()) in_tiles += amx_rows(end - begin);
+      if (uses_amx()) in_tiles += rows_in_tiles(end - begin);
 #endif
       for (int64_t place = begin; place < end;) {
         const int64_t limit = place < in_tiles ? in_tiles : end;
@@ -337,7 +339,7 @@ class Experts {
     const int64_t deepest = hidden_ > inner_ ? hidden_ : inner_;
     parallel_for(items, items / (num_threads() * 16) + 1, [&](int64_t begin, int64_t end, int) {
       auto* memory = static_cast<uint8_t*>(
-          thread_scratch(kScratchPiece, static_cast<size_t>(kBothBytes + deepest * kPanel)));
+          thread_scratch(kScratchPiece, static_cast<size_t>(kBothBytes + 2 * deepest * kPanel)));
       if (memory == nullptr) {
         __atomic_store_n(&has_memory_, false, __ATOMIC_RELAXED);
         return;

@@ -21,10 +21,11 @@ namespace {
 
 // Tiles of rows that a piece of work goes through with one set of columns: their activations stay in the L2 cache.
 static constexpr int64_t kBlockRows = 96;
-// An activation's code is 256 * high + low, two planes of 8 bits.
+// An activation's code is 256 * high + low, two planes of 8 bits. Beside 4-bit weights it keeps within 16 * 127 + 7, so
+// that one AMX product can take it as 16 * high + low (linear_amx.h).
 static constexpr int kPlanes = 2;
-static constexpr float kLargestCode = 127 * 256;
-// How far ahead of use codes and values are fetched.
+static float largest_code(const LinearFormat& format) { return format.code_bits == 4 ? 16 * 127 + 7 : 256 * 127; }
+// How far ahead of use the values of float formats are fetched; codes are a tile ahead.
 static constexpr int64_t kPrefetchBytes = 1024;
 
 // Activations lie tile by tile, within a tile [k][row] (codes: [group][plane][k / 4][row][4]), so that a kernel walks
@@ -171,6 +172,10 @@ struct IntTile {
     const int64_t num_groups = depth / kGroup;
     const int8_t* a = call.codes + row * depth * kPlanes;
     const float* meta = call.meta + row * num_groups * kMeta;
+    // What a thread takes next lies behind this tile (thread_pool.h). Into the second cache: the first takes a line in ten
+    // cycles at best from memory, and what is read now would wait behind it.
+    constexpr int64_t kTilePanels = NV * kWidth > kPanel ? NV * kWidth / kPanel : 1;
+    const int64_t ahead = kTilePanels * call.panel_bytes;
     const uint8_t* codes[NV];
     const Scale* scales[NV];
     Vec sum[MR][NV];
@@ -200,7 +205,7 @@ struct IntTile {
             PS_UNROLL
             for (int v = 0; v < NV; ++v) {
               step[v] = Codes::load(codes[v] + s * 64);
-              if (plane == 0 && v * kWidth % kPanel == 0) __builtin_prefetch(codes[v] + s * 64 + kPrefetchBytes);
+              if (plane == 0 && v * kWidth % kPanel == 0) __builtin_prefetch(codes[v] + s * 64 + ahead, 0, 2);
             }
             PS_UNROLL
             for (int i = 0; i < MR; ++i) {
@@ -219,6 +224,9 @@ struct IntTile {
         PS_UNROLL
         for (int v = 0; v < NV; ++v) {
           const Vec scale = load(scales[v] + half * kPanel);
+          if (v * kWidth % kPanel == 0) {
+            __builtin_prefetch(reinterpret_cast<const uint8_t*>(scales[v] + half * kPanel) + ahead, 0, 2);
+          }
           const Vec min = kHasMin ? load(scales[v] + kPanel) : zero();
           PS_UNROLL
           for (int i = 0; i < MR; ++i) {
@@ -242,8 +250,8 @@ struct IntTile {
   }
 };
 
-// One row to two planes of 8 bits, a scale for each group of 32: x ~ scale * (256 * high + low), which leaves 15 bits:
-// with the 8 bits of one plane a small model's greedy choices change. The meta words of a group are the scale, then
+// One row to two planes of 8 bits, a scale for each group of 32: x ~ scale * (256 * high + low), which leaves 15 bits, or
+// 11 beside 4-bit weights: with the 7 of one plane a small model's greedy choices change. The meta words of a group are the scale, then
 // for each half (or whole) what the kernel adds for the sum of codes: with a min the sum times the scale, else the
 // integer -zero * sum. A group that holds inf or NaN gets the scale NaN.
 //
@@ -253,6 +261,7 @@ template <int kPiece, bool kWide = false>
 void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int64_t code_stride, int8_t* codes,
                   int64_t word_stride, int64_t group_stride, float* meta) {
   const int halves = format.scales_per_group;
+  const float largest = largest_code(format);
   for (int64_t k = 0; k < depth; k += kGroup, x += kGroup, meta += group_stride) {
     const uint32_t bits = largest_bits(x);
     const float limit = float_of(bits);
@@ -261,9 +270,9 @@ void quantize_row(const float* x, int64_t depth, const LinearFormat& format, int
     float scale = 0.f;
     if (bits >= 0x7f800000) {
       scale = __builtin_nanf("");
-    } else if (limit > 1e-33f) {  // below, kLargestCode / limit would overflow: such numbers count as zero
-      scale = limit / kLargestCode;
-      round_to_codes(x, kLargestCode / limit, planes[0], planes[1], sums);
+    } else if (limit > 1e-33f) {  // below, largest / limit would overflow: such numbers count as zero
+      scale = limit / largest;
+      round_to_codes(x, largest / limit, planes[0], planes[1], sums);
     }
     if (kWide) {
       int16_t wide[kGroup];

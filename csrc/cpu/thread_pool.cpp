@@ -141,7 +141,7 @@ thread_local int t_region_depth = 0;  // of this thread's PoolRegions; above 0 i
 
 class Pool {
  public:
-  explicit Pool(int size) : size_(size) {
+  explicit Pool(int size) : size_(size), ranges_(size) {
     for (int i = 1; i < size; ++i) workers_.emplace_back([this, i] { work(i); });
   }
 
@@ -160,9 +160,12 @@ class Pool {
     cpu_of_caller_.note();
     function_ = function;
     context_ = context;
-    num_items_ = num_items;
     grain_ = grain;
-    next_.store(0, std::memory_order_relaxed);
+    const int64_t num_pieces = (num_items + grain - 1) / grain;
+    for (int i = 0; i < size_; ++i) {
+      ranges_[i].next.store(num_pieces * i / size_ * grain, std::memory_order_relaxed);
+      ranges_[i].end = std::min(num_pieces * (i + 1) / size_ * grain, num_items);
+    }
     num_joined_.store(0, std::memory_order_relaxed);
     open_.store(true);
     generation_.fetch_add(1);
@@ -187,14 +190,16 @@ class Pool {
   }
 
  private:
-  // Until none is left, or until the turn is over.
+  // Until none is left, or until the turn is over: first of the thread's own range, then of those of the others.
   void take_pieces(int thread, Turn* turn) {
     t_thread = thread;
-    while (turn == nullptr || !turn->is_over()) {
-      const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
-      if (begin >= num_items_) break;
-      const int64_t end = begin + grain_ < num_items_ ? begin + grain_ : num_items_;
-      function_(context_, begin, end, thread);
+    for (int i = 0; i < size_; ++i) {
+      Range& range = ranges_[(thread + i) % size_];
+      while (turn == nullptr || !turn->is_over()) {
+        const int64_t begin = range.next.fetch_add(grain_, std::memory_order_relaxed);
+        if (begin >= range.end) break;
+        function_(context_, begin, std::min(begin + grain_, range.end), thread);
+      }
     }
     t_thread = -1;
   }
@@ -237,11 +242,14 @@ class Pool {
   std::vector<std::thread> workers_;
   RangeFunction function_ = nullptr;
   const void* context_ = nullptr;
-  int64_t num_items_ = 0;
   int64_t grain_ = 1;
   int num_unwoken_ = 0;    // regions since sleepers were last woken
   int unwoken_limit_ = 0;  // how many may pass
-  alignas(64) std::atomic<int64_t> next_{0};
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<Range> ranges_;  // a thread's own pieces, neighbours in memory; none is left while others have nothing
   alignas(64) std::atomic<int> active_{0};
   alignas(64) std::atomic<uint64_t> generation_{0};
   std::atomic<int> num_joined_{0};

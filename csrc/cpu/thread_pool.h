@@ -8,7 +8,8 @@ namespace ps {
 using RangeFunction = void (*)(const void* context, int64_t begin, int64_t end, int thread);
 
 // Calls function(context, begin, end, thread) on pieces of at most `grain` items until [0, num_items) is done.
-// Pieces are taken from a shared counter: a thread that the system holds back keeps only its current piece.
+// A thread takes pieces from its own range, in order, then from those of others: one that the system holds back keeps
+// only its current piece.
 // `thread` is in [0, num_threads()) and no two pieces run at once under one number, so it may index scratch.
 // From inside a piece the call runs on the spot, under the number of the piece.
 void parallel_for(int64_t num_items, int64_t grain, RangeFunction function, const void* context);

@@ -50,6 +50,9 @@ PS_INLINE Vec load_partial(const int8_t* p, int n) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n) - 1), p)))};
 }
 PS_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+PS_INLINE void store(f16* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 PS_INLINE void store_partial(float* p, Vec a, int n) {
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), a.v);
 }
@@ -116,6 +119,9 @@ PS_INLINE Vec load_partial(const T* p, int n) {
   return load(full);
 }
 PS_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+PS_INLINE void store(f16* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 PS_INLINE void store_partial(float* p, Vec a, int n) { _mm256_maskstore_ps(p, lane_mask(n), a.v); }
 PS_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 PS_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
@@ -179,6 +185,9 @@ PS_INLINE Vec load_partial(const T* p, int n) {
   return load(full);
 }
 PS_INLINE void store(float* p, Vec a) { vst1q_f32(p, a.v); }
+PS_INLINE void store(f16* p, Vec a) {
+  vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(a.v)));
+}
 PS_INLINE void store_partial(float* p, Vec a, int n) {
   float full[4];
   store(full, a);
@@ -233,6 +242,9 @@ template <class T>
 PS_INLINE Vec load_partial(const T* p, int n) { PS_EACH(i < n ? to_float(p[i]) : 0.f); }
 PS_INLINE void store(float* p, Vec a) {
   for (int i = 0; i < 4; ++i) p[i] = a.v[i];
+}
+PS_INLINE void store(f16* p, Vec a) {
+  for (int i = 0; i < 4; ++i) from_float(a.v[i], &p[i]);
 }
 PS_INLINE void store_partial(float* p, Vec a, int n) {
   for (int i = 0; i < n; ++i) p[i] = a.v[i];

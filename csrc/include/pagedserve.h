@@ -125,7 +125,8 @@ PS_API int ps_copy_blocks(void* dst_pool, int64_t dst_num_blocks, const void* sr
                           int64_t block_bytes, const int64_t* pairs, int64_t num_pairs);
 
 /* Formats of packed weights; csrc/cpu/linear_format.h gives their layout. INT formats group 32 inputs and quantise
- * activations to 15 bits per row and group; float formats are exact but for the order of additions. */
+ * activations to 15 bits (beside 4-bit weights 12) per row and group; float formats are exact but for the order of
+ * additions. */
 enum ps_linear_format {
   PS_LINEAR_F32 = 0,
   PS_LINEAR_BF16 = 1,

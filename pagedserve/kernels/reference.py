@@ -207,6 +207,9 @@ def write_kv(
     slots = slot_mapping[kept]
     blocks, offsets = slots // keys.shape[2], slots % keys.shape[2]
     if kv_cache.dtype not in LARGEST_CODES:
+        if kv_cache.dtype is torch.float16:  # held within its range: an infinity would make all later answers NaN
+            largest = torch.finfo(torch.float16).max
+            key, value = key.clamp(-largest, largest), value.clamp(-largest, largest)
         keys[blocks, :, offsets] = key[kept].to(keys.dtype)
         values[blocks, :, offsets] = value[kept].to(values.dtype)
         return
@@ -294,15 +297,20 @@ def linear(
     return _into(out, y if residual is None else y + residual)
 
 
-def round_activations(x: torch.Tensor, group: int = 32) -> torch.Tensor:
+LARGEST_ACTIVATION_CODES = {8: 256 * 127, 4: 16 * 127 + 7}  # beside weights of so many bits
+
+
+def round_activations(x: torch.Tensor, weight_bits: int, group: int = 32) -> torch.Tensor:
     """x as the integer formats see it: per row and group of inputs, 256 * high + low in 32512ths of the largest
-    magnitude, both codes within -127 .. 127.
+    magnitude (beside 4-bit weights in 2039ths), both codes within -127 .. 127.
 
     Groups that hold inf or NaN become NaN; those whose numbers are all below 1e-33 become 0.
     """
     groups = x.float().unflatten(-1, (-1, group))
     limit = groups.abs().amax(-1, keepdim=True)
-    largest = torch.full_like(limit, 32512)  # a tensor: `number / tensor` is a product with a rounded reciprocal
+    largest = torch.full_like(
+        limit, LARGEST_ACTIVATION_CODES[weight_bits]
+    )  # a tensor: `number / tensor` is a product with a rounded reciprocal
     steps = torch.where(limit > 1e-33, groups * (largest / limit), 0.0).round()
     high = ((steps + 128) / 256).floor()
     rounded = (256 * high + (steps - 256 * high).clamp(min=-127)) * (limit / largest)

@@ -1,7 +1,7 @@
 """Weights in the panels of the native CPU kernels: floats, 8-bit and 4-bit groups of 32.
 
 GGUF types are repacked without loss; dense weights keep their type or are quantised while loading. Activations stay
-fp32: the float formats multiply in fp32, the integer ones round each row's groups of 32 inputs to 15 bits.
+fp32: the float formats multiply in fp32, the integer ones round each row's groups of 32 inputs to 15 bits (4-bit: 12).
 """
 
 from __future__ import annotations

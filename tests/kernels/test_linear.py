@@ -107,7 +107,7 @@ def test_products(isa: str, num_threads: int, fmt: str) -> None:
         x = randn(23, in_features)
         x[5] = 0
         x[6, : in_features // 2] *= 1e-38  # a whole group below the smallest scale counts as zero
-        seen = (x if fmt in FLOATS else reference.round_activations(x)).double()
+        seen = (x if fmt in FLOATS else reference.round_activations(x, 4 if fmt.startswith("int4") else 8)).double()
         bias, residual = randn(out_features, seed=1), randn(23, out_features, seed=2)
         for kwargs in ({}, {"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
             wanted = reference.linear(seen, weight, *_as_double(kwargs), None)
@@ -122,12 +122,13 @@ def _as_double(kwargs: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
 
 @pytest.mark.parametrize("fmt", ["int8", "int4", *FILE_ONLY])
 def test_rounding_activations_costs_next_to_nothing(isa: str, fmt: str) -> None:
-    """The bound the documentation states, on normally distributed activations: 0.005 % of the norm of the product."""
+    """The bounds the documentation states, on normally distributed activations: 0.005 % of the norm of the product, and
+    0.05 % beside 4-bit weights."""
     matrix = packed(fmt, 256, 1536)
     x = randn(20, 1536)
     exact = x.double() @ all_rows(matrix).double().T
     error = (multiply(matrix, x) - exact).norm() / exact.norm()
-    assert error < 5e-5
+    assert error < (5e-4 if fmt.startswith("int4") else 5e-5)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -135,7 +136,7 @@ def test_a_row_gets_the_same_bits_in_any_batch(isa: str, num_threads: int, fmt: 
     matrix = packed(fmt, 150, 256)
     x, bias, residual = randn(203, 256), randn(150, seed=1), randn(203, 150, seed=2)
     together = multiply(matrix, x, bias=bias, residual=residual)
-    for size in (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 25, 97, 200):
+    for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 22, 25, 97, 200):
         for first in (0, 203 - size):
             part = slice(first, first + size)
             assert torch.equal(multiply(matrix, x[part], bias=bias, residual=residual[part]), together[part])
