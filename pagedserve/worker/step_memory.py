@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,10 +69,14 @@ def measure_steps(
         sizes = decode_sizes(scheduler.max_num_seqs)
         _run(runner, decode_step(sizes[-1], num_groups))
         runner.capture_next()
+        static_bytes = runner.graph.static_bytes
+        del runner
+        # What is free is asked for next: nothing of these runners may wait for the collector.
+        gc.collect()
         return StepMemory(
             step_bytes=step_bytes,
             decode_bytes=scale.num_bytes,
-            graph_bytes=scale.num_bytes + runner.graph.static_bytes + len(sizes) * BYTES_PER_CAPTURE,
+            graph_bytes=scale.num_bytes + static_bytes + len(sizes) * BYTES_PER_CAPTURE,
         )
     except Exception as error:
         if not is_out_of_memory(error):

@@ -149,7 +149,8 @@ class Worker:
         )
         if self._compiling is not None:
             seconds = self._compiling.wait()
-            logger.info("%d kernels compiled in %.1f s, beside the weights", self._compiling.num_variants, seconds)
+            if self._compiling.num_variants:
+                logger.info("%d kernels compiled in %.1f s, beside the weights", self._compiling.num_variants, seconds)
             self._compiling = None
         self._step_memory = self._measure_steps(spec)
         plan = make_plan(

@@ -98,8 +98,12 @@ ahead = CompileAhead(launches, 90, num_processes=2)
 assert ahead.num_variants == 2 and ahead.wait() > 0
 compiled = cubins()
 assert len(compiled) == 2, compiled
+again = CompileAhead(launches, 90)
+assert again.num_variants == 0 and again.wait() >= 0, "a start that finds all there compiles nothing"
 compile_for(distinct(launches), 90)  # as serving does it: by Triton's own way from arguments to a kernel
 assert cubins() == compiled, "what was compiled ahead is not what serving asks for"
+other = CompileAhead(launches[:1], 80, num_processes=1)
+assert other.num_variants == 1 and other.wait() > 0 and len(cubins()) == 3, "another GPU"
 """
 
 

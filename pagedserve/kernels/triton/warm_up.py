@@ -2,13 +2,16 @@
 
 Triton compiles a kernel where it is first launched, half a second each and one after the other. The same calls on
 tensors without storage tell which kernels those will be; processes beside the one that loads weights compile them into
-Triton's cache (TRITON_CACHE_DIR), where the first launch finds them. What is there already costs nothing.
+Triton's cache (TRITON_CACHE_DIR), where the first launch finds them. A file in that cache tells the next start of the
+same model that nothing is left to do.
 
 `python -m pagedserve.kernels.triton.warm_up CAPABILITY` compiles what stands on its standard input.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -37,20 +41,27 @@ class CompileAhead:
     def __init__(self, launches: Iterable[Launch], capability: int, num_processes: int | None = None) -> None:
         """`capability`: of the GPU that will run them, 10 * major + minor."""
         self._began = time.monotonic()
-        variants = distinct(launches)
-        self.num_variants = len(variants)
+        variants = [_to_json(variant) for variant in distinct(launches)]
+        self._done = _mark_of(variants, capability)
+        if self._done.exists():
+            variants = []
+        self.num_variants = len(variants)  # that are not known to be there
         count = min(num_processes or max(1, (os.cpu_count() or 2) // 2), MAX_PROCESSES, len(variants))
         self._processes = [_start(variants[i::count], capability) for i in range(count)]
 
     def wait(self) -> float:
         """Seconds that it took. Whatever could not be compiled is left to its first launch, which will say why."""
+        codes = []
         for process in self._processes:
             left = self._began + TIMEOUT_SECONDS - time.monotonic()
             try:
-                process.wait(max(left, 0.1))
+                codes.append(process.wait(max(left, 0.1)))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                codes.append(process.wait())
+        if codes and not any(codes):
+            with contextlib.suppress(OSError):  # a folder that cannot be written: the next start compiles again
+                self._done.touch()
         self._processes = []
         return time.monotonic() - self._began
 
@@ -64,7 +75,15 @@ def distinct(launches: Iterable[Launch]) -> list[Variant]:
     return list(variants.values())
 
 
-def _start(variants: Sequence[Variant], capability: int) -> subprocess.Popen[bytes]:
+def _mark_of(variants: Sequence[dict[str, Any]], capability: int) -> Path:
+    """A file in Triton's cache, for these kernels as they are written now. Whoever empties the cache takes it along."""
+    modules = [import_module(name).__file__ for name in sorted({variant["module"] for variant in variants})]
+    facts = json.dumps([triton.__version__, capability, variants], sort_keys=True).encode()
+    code = b"".join(Path(path).read_bytes() for path in modules if path)
+    return Path(triton.knobs.cache.dir) / f"pagedserve-{hashlib.sha256(facts + code).hexdigest()[:32]}"
+
+
+def _start(variants: Sequence[dict[str, Any]], capability: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(capability)],
         stdin=subprocess.PIPE,
@@ -73,7 +92,7 @@ def _start(variants: Sequence[Variant], capability: int) -> subprocess.Popen[byt
     )
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(json.dumps([_to_json(variant) for variant in variants]).encode())
+        process.stdin.write(json.dumps(variants).encode())
     return process
 
 
