@@ -47,6 +47,11 @@ class SequenceStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+# Values of Sequence.draft_token_ids that sequences share and nobody changes.
+NO_DRAFTS: list[int] = []
+PLACEHOLDER: list[int] = [-1]
+
+
 class FinishReason(enum.StrEnum):
     """Why a sequence ended, in the words of the API."""
 
@@ -66,9 +71,9 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int = 0
+    # To be computed behind them without being sure: drafts to verify, or a token that a step under way draws, of which
+    # the device alone knows what it is.
     draft_token_ids: list[int] = field(default_factory=list)
-    # Tokens (0 or 1) that a step under way draws: the next step computes them without anybody here knowing them yet.
-    num_placeholders: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -78,12 +83,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + len(self.draft_token_ids) + self.num_placeholders
+        return len(self.token_ids) + len(self.draft_token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """The one subtraction that replaces phases: what a step may be asked to compute."""
-        return len(self.token_ids) + len(self.draft_token_ids) + self.num_placeholders - self.num_computed_tokens
+        return len(self.token_ids) + len(self.draft_token_ids) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

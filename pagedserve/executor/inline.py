@@ -13,7 +13,7 @@ from pagedserve.step import MemoryPlan, ModelRunnerOutput, SamplingInput, Schedu
 WORKER = "pagedserve.worker.worker:Worker"
 
 
-class _Step:
+class InlineStep:
     """A step of the worker, and the first thing that went wrong with it."""
 
     def __init__(self, worker: Any, output: SchedulerOutput):
@@ -70,7 +70,7 @@ class InlineExecutor(Executor):
         return self._worker.computes_beside_host
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        return _Step(self._worker, output)
+        return InlineStep(self._worker, output)
 
     def use_quiet_moment(self) -> bool:
         return self._worker.use_quiet_moment()

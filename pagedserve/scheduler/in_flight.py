@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from pagedserve.kv_cache.manager import Writes
-from pagedserve.sequence import Sequence
+from pagedserve.sequence import NO_DRAFTS, Sequence
 from pagedserve.step import SchedulerOutput
 
 
@@ -43,7 +43,7 @@ class InFlight:
 
     def rewind(self, sequence: Sequence) -> None:
         """Take back all that is on its way for a sequence that gives its blocks away."""
-        sequence.num_placeholders = 0
+        sequence.draft_token_ids = NO_DRAFTS
         for output, _ in self._steps:
             place = _place(sequence.seq_id, output)
             if place is not None:

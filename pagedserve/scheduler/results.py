@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagedserve.errors import EngineStepError
 from pagedserve.scheduler.group import Group
 from pagedserve.scheduler.groups import Groups
-from pagedserve.sequence import FinishReason, Sequence
+from pagedserve.sequence import NO_DRAFTS, FinishReason, Sequence
 from pagedserve.step import ModelRunnerOutput, SchedulerOutput
 
 
@@ -49,7 +49,7 @@ class Results:
                 self._groups.end(group, FinishReason.LENGTH)
                 continue
             token_ids += sampled
-            sequence.num_placeholders = 0
+            sequence.draft_token_ids = NO_DRAFTS
             total = sequence.cumulative_logprob = sequence.cumulative_logprob + logprob
             reason = stop_reason = None
             if sampled[-1] in stop.token_ids or len(token_ids) >= stop.max_len:

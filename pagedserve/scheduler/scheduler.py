@@ -15,7 +15,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
-from itertools import chain, count
+from itertools import count
 
 from pagedserve.config import CacheConfig, SchedulerConfig
 from pagedserve.errors import (
@@ -35,7 +35,7 @@ from pagedserve.scheduler.preemption import Preemption, PreemptionCosts
 from pagedserve.scheduler.queue import POLICIES, GroupQueue
 from pagedserve.scheduler.results import Results
 from pagedserve.scheduler.stopping import StopRule
-from pagedserve.sequence import FinishReason, Request, SequenceStatus
+from pagedserve.sequence import PLACEHOLDER, FinishReason, Request, SequenceStatus
 from pagedserve.step import ModelRunnerOutput, SamplingInput, SchedulerOutput
 
 # Bounds of what a client is told to wait when the queue is full, in seconds.
@@ -182,8 +182,10 @@ class Scheduler:
             return None
         if groups.running and groups.running[-1].is_idle and groups.waiting.num_urgent + groups.preempted.num_urgent:
             return None
-        self._expect_tokens(under_way.last)
-        return self.schedule() if self._has_something_to_compute() and self._has_blocks_for_all() else None
+        num_tokens, num_blocks = self._expect_tokens()
+        if num_blocks > self._cache.num_free_blocks or not (num_tokens or self._can_admit()):
+            return None
+        return self.schedule()
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. May be empty, where nothing waits or only rows are to be released."""
@@ -215,38 +217,32 @@ class Scheduler:
             self._constraints.write_masks(output, sampling)
         return sampling
 
-    def _expect_tokens(self, output: SchedulerOutput) -> None:
-        """Sequences that the step under way samples go on with what they get, unless they are sure to end with it."""
-        owners = self._groups.owners
-        for seq_id in chain(output.seq_ids, (child for child, _ in output.shared_logits)):
-            if seq_id in owners:
-                sequence, group = owners[seq_id]
-                length = len(sequence.token_ids)
-                if length == sequence.num_computed_tokens and length + 1 < group.stop.max_len:
-                    sequence.num_placeholders = 1
+    def _expect_tokens(self) -> tuple[int, int]:
+        """Sequences that the step under way samples go on with what they get, unless they are sure to end with it.
 
-    def _has_something_to_compute(self) -> bool:
-        if any(sequence.num_uncomputed_tokens for group in self._groups.running for sequence in group.live):
-            return True
+        Returns how many tokens running sequences have to compute then, and at most how many blocks that takes.
+        """
+        block_size = self._cache.block_size
+        num_tokens = num_blocks = 0
+        for group in self._groups.running:
+            max_len = group.stop.max_len
+            may_copy = len(group.live) > 1
+            for sequence in group.live:
+                length = len(sequence.token_ids)
+                missing = length - sequence.num_computed_tokens
+                if missing:
+                    num_tokens += missing
+                    num_blocks += min(missing, self._max_num_batched_tokens) // block_size + 2
+                elif length + 1 < max_len:
+                    sequence.draft_token_ids = PLACEHOLDER
+                    num_tokens += 1
+                    num_blocks += may_copy or length % block_size == 0
+        return num_tokens, num_blocks * self._cache.num_groups
+
+    def _can_admit(self) -> bool:
         queue = self._next_queue()
         head = None if queue is None else queue.peek()
         return head is not None and self._can_enter(head)
-
-    def _has_blocks_for_all(self) -> bool:
-        """Whether all running groups can be served without anybody giving way."""
-        groups, cache = self._groups, self._cache
-        left, owed = self._max_num_batched_tokens, groups.num_live
-        if cache.num_free_blocks >= (2 * groups.num_live + left // cache.block_size) * cache.num_groups:
-            return True  # a block and a copy each, and what longer pieces fill
-        num_missing = 0
-        for group in groups.running:
-            if left <= 0:
-                break
-            ends = _ends(group, left, owed)
-            num_missing += cache.num_missing_blocks(group.live, ends)
-            left -= sum(ends) - sum(sequence.num_computed_tokens for sequence in group.live)
-            owed -= len(group.live)
-        return num_missing <= cache.num_free_blocks
 
     def _serve(self, output: SchedulerOutput, groups: list[Group], left: int, owed: int) -> int:
         """Grant tokens to the groups in order; returns what is left of the budget.
@@ -267,9 +263,7 @@ class Scheduler:
             for sequence in group.live:
                 owed -= 1
                 computed = sequence.num_computed_tokens
-                num_tokens = (
-                    len(sequence.token_ids) + len(sequence.draft_token_ids) + sequence.num_placeholders - computed
-                )
+                num_tokens = len(sequence.token_ids) + len(sequence.draft_token_ids) - computed
                 if num_tokens != 1:
                     num_tokens = min(num_tokens, max(left - owed, 1))
                     if num_tokens == 0:

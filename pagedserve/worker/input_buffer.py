@@ -17,13 +17,14 @@ class InputBuffer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_here = device.type == "cpu"
         # Two, used in turn: while one's copy is still to be made, the other is filled.
         self._buffers: list[_Buffer | None] = [None, None]
         self._turn = 0
 
     def send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """The arrays (int32 or int64, contiguous) as tensors on the device; on CPUs they share their memory."""
-        if self._device.type == "cpu":
+        if self._is_here:
             return [torch.from_numpy(array) for array in arrays]
         places, size = _places(arrays)
         self._turn = 1 - self._turn

@@ -45,6 +45,7 @@ class RunningStep:
     seq_ids: list[int] = field(default_factory=list)
     rows: np.ndarray | None = None  # int64 [num_drawn]
     lengths: np.ndarray | None = None  # int64 [num_drawn]: their tokens before this step draws
+    generation: int = 0  # of the rows, when they were looked up
     sources: list[int] | None = None  # [num_drawn]: whose logits each of them has, where any are shared
     sampling: SamplingBatch | None = None
     prompts: list[PromptWish] = field(default_factory=list)
@@ -121,7 +122,7 @@ class ModelRunner:
             batch = gather(self._rows, output)
             sampled = np.flatnonzero(batch.is_sampled)
             self._send_inputs(step, batch, sampled)
-            self._expect_draws(step, sampled.tolist())
+            self._expect_draws(step, batch, sampled)
             step.prompts = prompt_wishes(self._rows, output.seq_ids, batch)
             step.poolings = pooling_wishes(self._rows, output.seq_ids, batch)
         step.forward = self._queue.submit(partial(self._forward, step))
@@ -181,25 +182,30 @@ class ModelRunner:
         else:
             step.before = None
 
-    def _expect_draws(self, step: RunningStep, sampled: list[int]) -> None:
+    def _expect_draws(self, step: RunningStep, batch: InputBatch, sampled: np.ndarray) -> None:
         """Whoever is at these places of the batch draws, and the children that share their logits."""
-        if not sampled:
+        if not len(sampled):
             return
         output = step.output
-        seq_ids = [output.seq_ids[i] for i in sampled]
+        seq_ids = output.seq_ids
+        if len(sampled) < len(seq_ids):
+            seq_ids = [seq_ids[i] for i in sampled.tolist()]
+        step.seq_ids, step.rows, step.lengths = seq_ids, batch.rows[sampled], batch.num_tokens[sampled]
         if output.shared_logits:
             place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
             step.sources = list(range(len(seq_ids))) + [place[parent] for _, parent in output.shared_logits]
-            seq_ids += [child for child, _ in output.shared_logits]
-        step.seq_ids, step.rows = seq_ids, self._rows.rows_of(seq_ids)
-        step.lengths = self._rows.num_tokens[step.rows]
-        step.sampling = self._sampling_batch(seq_ids)
+            step.seq_ids = seq_ids + [child for child, _ in output.shared_logits]
+            step.rows = self._rows.rows_of(step.seq_ids)
+            step.lengths = self._rows.num_tokens[step.rows]
+        step.sampling = self._sampling_batch(step.seq_ids)
+        step.generation = self._rows.generation
         self._rows.expect(step.rows)
 
     def _tell(self, step: RunningStep, drawn: Drawn, result: ModelRunnerOutput) -> None:
-        assert step.lengths is not None
+        assert step.rows is not None and step.lengths is not None
         output, seq_ids = drawn.output(), step.seq_ids
-        self._rows.learn(seq_ids, step.lengths, output.token_ids)
+        rows = step.rows if step.generation == self._rows.generation else self._rows.rows_left(seq_ids)
+        self._rows.learn(rows, step.lengths, output.token_ids)
         result.seq_ids = seq_ids
         result.sampled_token_ids = [[t] if t >= 0 else [] for t in output.token_ids.tolist()]
         result.sampled_logprobs = output.logprobs

@@ -91,9 +91,12 @@ class Rows:
         self.num_tokens[rows] += self.grows[rows]
         self.places[rows] = np.arange(len(rows))
 
-    def learn(self, seq_ids: list[int], lengths: np.ndarray, token_ids: np.ndarray) -> None:
-        """What was expected when the rows of these sequences, those that still have one, had `lengths` tokens."""
-        rows = np.array([self._row_of.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
+    def rows_left(self, seq_ids: list[int]) -> np.ndarray:
+        """int64 [len(seq_ids)]; -1 for sequences that were released."""
+        return np.array([self._row_of.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
+
+    def learn(self, rows: np.ndarray, lengths: np.ndarray, token_ids: np.ndarray) -> None:
+        """What was expected when these rows (-1: it is gone) had `lengths` tokens."""
         is_wanted = (rows >= 0) & self.grows[rows]
         rows, lengths = rows[is_wanted], lengths[is_wanted]
         self.token_ids[rows, lengths] = np.maximum(token_ids[is_wanted], 0)
