@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pagedserve.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from pagedserve.errors import ConfigError
+from pagedserve.log import get_logger
 from pagedserve.registry import Registry
+
+logger = get_logger(__name__)
 
 # In order of preference: the first whose why_not(spec) is None is taken.
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",
     {
         "cpu": "pagedserve.attention.cpu:CpuBackend",
+        "triton": "pagedserve.attention.triton:TritonBackend",
         "reference": "pagedserve.attention.reference:ReferenceBackend",
     },
 )
@@ -34,6 +38,8 @@ def select(spec: AttentionSpec, forced: str | None = None) -> type[AttentionBack
         candidate = BACKENDS.resolve(name)
         reason = candidate.why_not(spec)
         if reason is None:
+            if name == "reference":
+                logger.warning("attention runs in plain torch, which is slow (%s)", "; ".join(reasons))
             return candidate
         reasons.append(f"{name}: {reason}")
     raise ConfigError("no attention backend can run here (" + "; ".join(reasons) + ")")

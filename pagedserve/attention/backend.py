@@ -109,7 +109,7 @@ class AttentionBackend(ABC):
         *,
         sliding_window: int | None = None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        """`forward` straight from a fused projection: rotates its query and key in place first.
+        """`forward` straight from a fused projection: rotates its query, and where it likes its key, in place first.
 
         A backend that can do all of it in one call overrides this.
         """

@@ -7,6 +7,8 @@ import torch
 from pagedserve.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from pagedserve.kernels import reference
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class ReferenceBackend(AttentionBackend):
     """Gathers each row's keys and values and attends in fp32, row after row."""
@@ -18,8 +20,8 @@ class ReferenceBackend(AttentionBackend):
     def why_not(cls, spec: AttentionSpec) -> str | None:
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads"
-        if not spec.kv_cache_dtype.is_floating_point and spec.kv_cache_dtype not in reference.LARGEST_CODES:
-            return f"its KV cache holds floats or int8, not {spec.kv_cache_dtype}"
+        if spec.kv_cache_dtype not in _FLOATS and spec.kv_cache_dtype not in reference.LARGEST_CODES:
+            return f"its KV cache holds floats, int8 or fp8_e4m3, not {spec.kv_cache_dtype}"
         return None
 
     @property

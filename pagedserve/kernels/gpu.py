@@ -5,14 +5,18 @@ Nothing here waits for the device. Imported by `ops` when the first such tensor 
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 
 from pagedserve.kernels import reference
 from pagedserve.kernels.grouped import GroupedMatrix
+from pagedserve.kernels.triton import attention as attention_kernels
 from pagedserve.kernels.triton import elementwise as elementwise_kernels
 from pagedserve.kernels.triton import embedding as embedding_kernels
 from pagedserve.kernels.triton import experts as experts_kernels
+from pagedserve.kernels.triton import kv_cache as kv_kernels
 from pagedserve.kernels.triton import linear as linear_kernels
 from pagedserve.kernels.triton import logits as logits_kernels
 from pagedserve.kernels.triton import logprobs as logprobs_kernels
@@ -271,8 +275,34 @@ def _dequantized(weight: GroupedMatrix, row_ids: torch.Tensor | None, dtype: tor
     return out
 
 
-write_kv = reference.write_kv
-paged_attention = reference.paged_attention
+def write_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    kv_cache: torch.Tensor,  # one layer, either layout of reference.split_kv
+    slot_mapping: torch.Tensor,  # int64 [num_tokens]
+) -> None:
+    _of_layout(kv_cache, kv_kernels).write_kv(key, value, kv_cache, slot_mapping)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # one layer, either layout of reference.split_kv
+    query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
+    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    return _of_layout(kv_cache, attention_kernels).paged_attention(
+        query, kv_cache, query_start_loc, seq_lens, block_tables, scale, sliding_window, soft_cap, out
+    )
+
+
+def _of_layout(kv_cache: torch.Tensor, kernels: ModuleType) -> ModuleType:
+    # K transposed within a block is a CPU's layout: no kernel here reads it.
+    return kernels if kv_cache.dim() == 5 else reference
 
 
 def sample(

@@ -308,7 +308,13 @@ def activation_dtype(name: str, device: torch.device, files: ModelFiles) -> torc
 
 def kv_cache_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     """The type of keys and values: by default that of the activations."""
-    return dtype if cache.kv_cache_dtype == "auto" else getattr(torch, cache.kv_cache_dtype)
+    match cache.kv_cache_dtype:
+        case "auto":
+            return dtype
+        case "fp8" | "fp8_e4m3":
+            return torch.float8_e4m3fn
+        case name:
+            return getattr(torch, name)
 
 
 def _first_line(error: Exception) -> str:

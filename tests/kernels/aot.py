@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import triton
@@ -111,9 +112,14 @@ def faults(variant: Variant, compiled: Compiled) -> list[str]:
     return found
 
 
+@cache
+def _by_name() -> dict[str, Variant]:
+    return {variant.name: variant for variant in all_variants()}
+
+
 def _job(arguments: tuple[str, int]) -> tuple[Resources | None, list[str]]:
     name, capability = arguments
-    variant = next(variant for variant in all_variants() if variant.name == name)
+    variant = _by_name()[name]
     try:
         compiled = compile_variant(variant, capability)
     except Exception as error:

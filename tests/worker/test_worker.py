@@ -141,6 +141,17 @@ def test_smaller_kv_serves(checkpoint: Path, kv_cache_dtype: str) -> None:
     assert len(tokens) == 4 and tokens[0] == expected_tokens(checkpoint, 1)[0]
 
 
+def test_fp8_kv_serves_under_both_names(checkpoint: Path) -> None:
+    answers = []
+    for name in ("fp8", "fp8_e4m3"):
+        worker = make_worker(checkpoint, cache={"kv_cache_dtype": name})
+        plan = worker.plan_memory()
+        assert plan.spec.dtype == "float8_e4m3fn"
+        worker.allocate(plan)
+        answers.append(generate(worker, 4))
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_activations_serve(checkpoint: Path, dtype: str) -> None:
     worker = make_worker(checkpoint, dtype=dtype)

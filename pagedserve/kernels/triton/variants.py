@@ -18,6 +18,7 @@ import torch
 MODULES = tuple(
     f"pagedserve.kernels.triton.{name}"
     for name in (
+        "attention_variants",
         "kv_cache",
         "norm",
         "elementwise",
@@ -87,7 +88,7 @@ class Launch:
 
     def variant(self, name: str, **more: Any) -> Variant:
         """What Triton compiles for it. `more` are the fields of Variant that a launch does not know."""
-        general = set(self.kernel.do_not_specialize or ())
+        general = {*(self.kernel.do_not_specialize or ()), *(self.kernel.do_not_specialize_on_alignment or ())}
         return Variant(
             name=name,
             kernel=self.kernel,
@@ -149,7 +150,7 @@ def _kind(argument: Any, general: bool) -> str:
         return "None"
     if isinstance(argument, torch.Tensor):
         offset = argument.storage_offset() * argument.element_size()
-        return f"*{_TYPES[argument.dtype]}" + (":16" if offset % 16 == 0 else "")
+        return f"*{_TYPES[argument.dtype]}" + (":16" if offset % 16 == 0 and not general else "")
     if isinstance(argument, float):
         return "fp32"
     if argument == 1 and not general:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 
 # Modules of cases, each with `cases() -> list[Case]`.
-MODULES = tuple(f"tests.kernels.cases.{name}" for name in ("triton_attention", "triton_ops", "triton_sampling", "cuda"))
+MODULES = tuple(
+    f"tests.kernels.cases.{name}"
+    for name in ("triton_kv_cache", "triton_attention", "triton_ops", "triton_sampling", "cuda")
+)
 
 
 @dataclass(frozen=True)
