@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from machine import idle_share
 
@@ -43,7 +44,9 @@ def start_once(python: str, model: str, extra: Sequence[str]) -> Start:
         port = probe.getsockname()[1]
     command = [python, "-m", "pagedserve.cli", "serve", model, "--port", str(port), *extra]
     found, began = Start(), time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    # From a folder without packages: `-m` would take the one that lies where this was started.
+    here = Path(__file__).parent
+    process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
 
     def read(stream: Sequence[str] = process.stderr) -> None:

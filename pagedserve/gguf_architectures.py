@@ -94,6 +94,15 @@ def _qwen3_moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _olmoe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "norm_topk_prob": False,  # of the released models; the files do not say
+    }
+
+
 def _phi3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
@@ -232,6 +241,13 @@ ARCHITECTURES = {
                 **_MLP,
             },
             settings=_silu,
+        ),
+        Architecture(
+            name="olmoe",
+            hf_class="OlmoeForCausalLM",
+            model_type="olmoe",
+            block_names={**_PRE_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS},
+            settings=_olmoe,
         ),
         Architecture(
             name="phi3",

@@ -28,6 +28,7 @@ ARCHITECTURES: Registry[Any] = Registry(
         "Phi3ForCausalLM": "pagedserve.models.phi3:Phi3ForCausalLM",
         "SmolLM3ForCausalLM": "pagedserve.models.smollm3:SmolLM3ForCausalLM",
         "Olmo2ForCausalLM": "pagedserve.models.olmo2:Olmo2ForCausalLM",
+        "OlmoeForCausalLM": "pagedserve.models.olmoe:OlmoeForCausalLM",
         "GraniteForCausalLM": "pagedserve.models.granite:GraniteForCausalLM",
         "OPTForCausalLM": "pagedserve.models.opt:OPTForCausalLM",
         "GPT2LMHeadModel": "pagedserve.models.gpt2:GPT2LMHeadModel",

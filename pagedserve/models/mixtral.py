@@ -39,7 +39,7 @@ class MixtralConfig(MoEConfig):
         num_layers = read["num_layers"]
         return cls(
             **{**read, "layer_windows": (fields.optional_integer("sliding_window"),) * num_layers},
-            **_expert_fields(fields.integer("num_local_experts", 8), fields.integer("num_experts_per_tok", 2)),
+            **expert_fields(fields.integer("num_local_experts", 8), fields.integer("num_experts_per_tok", 2)),
             expert_size=read["intermediate_size"],
             renormalize=True,
             sparse_layers=(True,) * num_layers,
@@ -64,7 +64,7 @@ class Qwen3MoeConfig(MoEConfig):
         num_experts = fields.integer("num_experts", config.get("num_local_experts") or 128)
         return cls(
             **read,
-            **_expert_fields(num_experts, fields.integer("num_experts_per_tok", 8)),
+            **expert_fields(num_experts, fields.integer("num_experts_per_tok", 8)),
             expert_size=fields.integer("moe_intermediate_size", 768),
             renormalize=fields.boolean("norm_topk_prob", False),
             sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(read["num_layers"])),
@@ -96,7 +96,8 @@ def experts(build: Builder, name: str, parts: Sequence[str]) -> MixtureOfExperts
     )
 
 
-def _expert_fields(num_experts: int, num_experts_per_token: int) -> dict[str, int]:
+def expert_fields(num_experts: int, num_experts_per_token: int) -> dict[str, int]:
+    """Arguments of MoEConfig; ModelLoadError where a token would have more experts than there are."""
     if num_experts_per_token > num_experts:
         raise ModelLoadError(f"config.json: a token has {num_experts_per_token} experts, of {num_experts}")
     return {"num_experts": num_experts, "num_experts_per_token": num_experts_per_token}

@@ -33,13 +33,18 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
         )
 
     def make_attention(self, build: Builder, index: int, name: str) -> WideNormAttention:
-        config, weights = self.config, build.weights
-        sizes = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return WideNormAttention(
-            build,
-            index,
-            [f"{name}.{part}_proj" for part in "qkv"],
-            f"{name}.o_proj",
-            q_norm=weights.rms_norm(f"{name}.q_norm", sizes[0], config.norm_eps),
-            k_norm=weights.rms_norm(f"{name}.k_norm", sizes[1], config.norm_eps),
-        )
+        return wide_norm_attention(build, index, name)
+
+
+def wide_norm_attention(build: Builder, index: int, name: str) -> WideNormAttention:
+    """The attention of all OLMo since the second."""
+    config, weights = build.config, build.weights
+    sizes = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return WideNormAttention(
+        build,
+        index,
+        [f"{name}.{part}_proj" for part in "qkv"],
+        f"{name}.o_proj",
+        q_norm=weights.rms_norm(f"{name}.q_norm", sizes[0], config.norm_eps),
+        k_norm=weights.rms_norm(f"{name}.k_norm", sizes[1], config.norm_eps),
+    )

@@ -94,6 +94,10 @@ CASES: dict[str, Case] = {
     "qwen3_moe, some layers dense": Case(
         "qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2}
     ),
+    "olmoe": Case("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe, normalised": Case(
+        "olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 4}
+    ),
     "gemma2": Case("gemma2", GEMMA, size=1.0),
     "gemma2 as released": Case("gemma2", {**GEMMA, "query_pre_attn_scalar": 32, "head_dim": 32}, size=1.0),
     "gemma2 without caps": Case(
@@ -227,7 +231,7 @@ def _greedy(model: Any) -> tuple[list[int], list[int], torch.Tensor] | None:
     return prompt, ids[PROMPT_LEN:], model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 
 # GGUF architecture -> the case whose checkpoint is written as such a file. "llama" itself is in test_loader.py.
 GGUF_CASES = {
@@ -239,6 +243,7 @@ GGUF_CASES = {
     "gemma3": "gemma3 as released",
     "smollm3": "smollm3",
     "olmo2": "olmo2 as released",
+    "olmoe": "olmoe",
     "phi3": "phi3, long texts",
 }
 
@@ -304,7 +309,7 @@ def test_steps_are_captured_as_a_program(oracle: Oracle, request: pytest.Fixture
         pytest.skip("steps are captured with the native CPU library, which is not built")
     is_mixture = CASES[request.node.callspec.params["oracle"]].model_type in MIXTURES
     with LLM(str(oracle.folder), num_device_blocks=64, num_threads=1, model_impl="native") as llm:
-        op_names = llm.engine.client.core._executor._worker._runner.graph.op_names
+        op_names = llm.engine.client.core._executor._worker._runner._runner.graph.op_names
     assert op_names
     assert is_mixture == ("ps_experts_sum" in op_names) == ("ps_route" in op_names)
 
