@@ -45,9 +45,9 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     # Why its launches cannot be captured (on GPUs) and replayed with other lengths; None: they can. Then all that
-    # changes from step to step is read from tensors of the metadata when a kernel runs, metadata built for
-    # `max_query_len` 1 and the model's own length serves every step of as many rows, and a row of no context
-    # (`seq_lens` 0) takes no part.
+    # changes from step to step is read from tensors of the metadata when a kernel runs, also by those that
+    # `build_metadata` launches, which are captured too; metadata built for `max_query_len` 1 and the model's own
+    # length serves every step of as many rows, and a row of no context (`seq_lens` 0) takes no part.
     why_not_captured: ClassVar[str | None] = None
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -195,9 +195,11 @@ class DecodeGraphs(StepGraph):
     def _step(self, size: int) -> Callable[[], None]:
         """The work that is captured: from the inputs' fixed places to the results'."""
         assert self._inputs is not None and self._context is not None
-        inputs = self._inputs.of(size, self._attention, self._context)
+        static, context = self._inputs, self._context
 
         def step() -> None:
+            # Within: what attention plans on the device is planned anew by every replay.
+            inputs = static.of(size, self._attention, context)
             # Every row is sampled from its only token.
             hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.context)
             logits = self._model.compute_logits(hidden)

@@ -9,6 +9,7 @@ wrong result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -107,11 +108,22 @@ def _write(outputs: list[Any], values: list[Any]) -> None:
             output.copy_(value)
 
 
+@dataclass(slots=True, kw_only=True)
+class PlannedMetadata(AttentionMetadata):
+    """With what the device has counted."""
+
+    num_live: torch.Tensor  # int64 []: rows that have a context
+
+
 class CapturableBackend(CpuBackend):
-    """The native CPU attention as kernels that are launched: rows of no context are left as they are, full of NaN."""
+    """The native CPU attention as kernels that are launched, after a plan made on the device: rows of no context
+    are left as they are, full of NaN."""
 
     name = "capturable"
     why_not_captured = None
+
+    def build_metadata(self, *, seq_lens: torch.Tensor, **more: Any) -> PlannedMetadata:
+        return PlannedMetadata(seq_lens=seq_lens, **more, num_live=(seq_lens > 0).sum())
 
     def forward(
         self,
@@ -138,7 +150,7 @@ class CapturableBackend(CpuBackend):
 
 def _attend(spec, query, key, value, kv_cache, metadata, max_query_len, window, out) -> None:
     """All that may change is read from tensors now, when the kernel runs."""
-    num_live = int((metadata.seq_lens > 0).sum())
+    num_live = int(metadata.num_live)
     num_tokens = int(metadata.query_start_loc[num_live])
     assert int(metadata.query_start_loc.diff().max()) <= max_query_len
     assert int(metadata.seq_lens.max()) <= metadata.max_seq_len
