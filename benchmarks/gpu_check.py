@@ -33,6 +33,8 @@ sys.path[:] = [
     str(ROOT),
     *(path for path in sys.path if path and Path(path).resolve() != Path(__file__).resolve().parent),
 ]
+# Processes that phases start find the package too, which a bare machine has not installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 for _name in ("benchmarks", "tests"):
     if _name not in sys.modules:
         sys.modules[_name] = _package = types.ModuleType(_name)

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _MAIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pagedserve.cli imp
 
 
 def run(check: Check) -> None:
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in _NEEDED if not _can_import(name)]
     if missing:
         check.skip("http", f"not installed: {', '.join(missing)}")
         return
@@ -54,6 +54,15 @@ def run(check: Check) -> None:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _can_import(name: str) -> bool:
+    try:
+        import_module(name)
+    except Exception as error:
+        print(f"{name}: {error}")
+        return False
+    return True
 
 
 def _wait(check: Check, server: subprocess.Popen[bytes], port: int) -> None:

@@ -99,7 +99,7 @@ PHASES = (
         Phase("conformance", _conformance(i, _NUM_SHARDS), 65, 18, beside=True, interpreted=True, attempts=8)
         for i in range(1, _NUM_SHARDS)
     ),
-    Phase("llama", _call("engine:llama", "attempt"), 75, 28, attempts=3),
+    Phase("llama", _call("engine:llama", "attempt"), 75, 28, attempts=4),
     Phase("decode", _call("attention:decode"), 40, 9, interpreted=True, attempts=4),
     Phase("answers", _call("answers:run"), 35, 12, attempts=2),
     Phase("prefill", _call("attention:prefill"), 18, 6, interpreted=True, attempts=4),
