@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.check import Check
+from benchmarks.gpu.attention import available
+from benchmarks.gpu.check import Check, NotHereError
 
 # Of the difference between the two best logits: in 16 bits, other orders of addition exchange those that are nearer.
 _NEAR = {torch.float32: 0.0, torch.bfloat16: 0.15}
@@ -67,22 +68,26 @@ def _ways(check: Check) -> dict[str, dict[str, Any]]:
         "greedy without graphs": {"enforce_eager": True},
     }
     if check.on_gpu:
-        ways |= {f"greedy on {backend}": {"attention_backend": backend} for backend in ("triton", "cuda")}
+        ways |= {f"greedy on {backend}": {"attention_backend": backend} for backend in available()}
     return ways
 
 
 def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
     """Tokens, and by how much each one's logit leads."""
-    ids, tokens, leads, past = torch.tensor([prompt], device=model.device), [], [], None
+    ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
-        for _ in range(count):
-            output = model(ids, past_key_values=past, use_cache=True)
-            past = output.past_key_values
-            best = output.logits[0, -1].float().topk(2)
-            tokens.append(int(best.indices[0]))
-            leads.append(float(best.values[0] - best.values[1]))
-            ids = best.indices[:1][None]
-    return tokens, leads
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    best = torch.stack([logits[0].float() for logits in output.logits]).topk(2).values
+    return output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
 
 
 def _generate(
@@ -98,6 +103,7 @@ def _generate(
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     name = str(dtype).removeprefix("torch.")
     found = []
+    _check_backend(check, folder, dtype, settings.get("attention_backend"))
     with LLM(str(folder), dtype=name, skip_tokenizer_init=True, device=check.device_name, **options) as llm:
         # Of sizes that were seen graphs are made, which the batches behind then run on.
         llm.generate(batches[0], params, use_tqdm=False)
@@ -109,6 +115,20 @@ def _generate(
                 raise RuntimeError(failed[0])
             found.append([output.outputs[0].token_ids for output in outputs])
     return found
+
+
+def _check_backend(check: Check, folder: Path, dtype: torch.dtype, name: str | None) -> None:
+    """NotHereError where the backend that is asked for cannot serve this model."""
+    from pagedserve.attention import BACKENDS
+    from pagedserve.model_files import resolve
+    from pagedserve.models.loader import parse_config
+
+    if name is None:
+        return
+    config = parse_config(resolve(str(folder)))
+    spec = config.attention_spec(block_size=16, dtype=dtype, kv_cache_dtype=dtype, device=check.device)
+    if (reason := BACKENDS.resolve(name).why_not(spec)) is not None:
+        raise NotHereError(f"{name}: {reason}")
 
 
 def _compare(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import clock
-from benchmarks.gpu.check import Check, percent
+from benchmarks.gpu.check import Check, NotHereError, percent
 
 # What is read by a measurement in turn is several times a card's cache.
 _ROTATED_BYTES = 256 << 20
@@ -60,14 +60,14 @@ def _decode_point(check: Check, heads: Heads, num_seqs: int, context: int, kv_dt
     label = f"{heads.name} {num_seqs} x {context}" + ("" if kv_dtype == "auto" else f" {kv_dtype}")
     if num_bytes > 20 << 30:
         return
-    for name in available(check):
+    for name in available():
         title = f"decode {name} {label}"
         check.measure(title, partial(_decode, check, heads, num_seqs, context, name, kv_dtype, title))
     if peer and num_bytes <= _PEER_BYTES:
         check.measure(f"decode sdpa {label}", lambda: _decode_sdpa(check, heads, num_seqs, context, label))
 
 
-def available(check: Check) -> list[str]:
+def available() -> list[str]:
     """The paged backends that are there, and the reference where it is all that is."""
     from pagedserve.attention import BACKENDS as table
 
@@ -113,7 +113,7 @@ def prefill(check: Check) -> None:
 
 def _prefill_point(check: Check, heads: Heads, num_seqs: int, length: int, context: int) -> None:
     label = f"{heads.name} {num_seqs} x {length}" + (f" after {context}" if context else "")
-    for backend in available(check):
+    for backend in available():
         name = f"prefill {backend} {label}"
         check.measure(name, partial(_prefill, check, heads, num_seqs, length, context, backend, name))
     if not context:
@@ -157,7 +157,7 @@ class PagedStep:
 
     @classmethod
     def make(cls, check: Check, heads: Heads, backend: str, kv_dtype: str, rows: list[tuple[int, int]]) -> PagedStep:
-        """`rows`: query length and sequence length of each; raises RuntimeError where the backend cannot."""
+        """`rows`: query length and sequence length of each; NotHereError where the backend cannot."""
         from pagedserve.attention import BACKENDS as table
         from pagedserve.attention import AttentionSpec
 
@@ -174,7 +174,7 @@ class PagedStep:
         )
         chosen = table.resolve(backend)
         if (reason := chosen.why_not(spec)) is not None:
-            raise RuntimeError(f"{backend} cannot: {reason}")
+            raise NotHereError(f"{backend}: {reason}")
         attention = chosen(spec)
         block_bytes = math.prod(attention.layer_block_shape) * spec.kv_cache_dtype.itemsize
         blocks_of = [-(-seq_len // BLOCK_SIZE) for _, seq_len in rows]

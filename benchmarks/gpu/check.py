@@ -32,6 +32,10 @@ class DeviceLostError(Exception):
     """The device answers nothing any more in this process."""
 
 
+class NotHereError(Exception):
+    """What was to be measured cannot run on this device."""
+
+
 class Check:
     """One try at one phase. `scale` is full, quick or tiny."""
 
@@ -77,6 +81,8 @@ class Check:
         self.write("begun", name)
         try:
             work()
+        except NotHereError as error:
+            self.write("skipped", name, note=str(error))
         except Exception as error:
             self.fail(name, error)
             if any(sign in str(error) for sign in _LOST):

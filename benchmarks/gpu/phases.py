@@ -113,8 +113,8 @@ PHASES = (
     Phase("http", _call("http:run"), 55, 0),
 )
 COMPILE_PHASES = (
-    Phase("triton", _ahead_of_time, 900, 900, 300),
-    Phase("nvcc", _nvcc, 1200, 1200, 60),
+    Phase("triton", _ahead_of_time, 1800, 1800, 300),
+    Phase("nvcc", _nvcc, 1800, 1800, 60),
 )
 
 
