@@ -51,8 +51,6 @@ def build_cuda(check: Check, architectures: str = "") -> None:
         major, minor = torch.cuda.get_device_capability() if check.on_gpu else (9, 0)
         architectures = f"{major}{minor}-real"
     flags = ["-DPS_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
-    if check.scale == "quick" and check.on_gpu:
-        flags.append("-DPS_CUDA_HEAD_DIMS=128")  # those of the shapes that are measured
     text = _build(check, flags, ROOT / "build" / "gpu-check-cuda", "pagedserve_cuda")
     kernels = resources(text)
     spilling = {name: spilled for name, _, spilled in kernels if spilled}
