@@ -108,7 +108,7 @@ class Check:
 
     def check(self, name: str, passed: bool, note: str = "", *, quiet: bool = False) -> None:
         """A question of yes or no."""
-        self.write("value", name, value=bool(passed), goal=True, met=bool(passed), note=note, quiet=quiet)
+        self.write("value", name, value=bool(passed), unit="", goal=True, met=bool(passed), note=note, quiet=quiet)
 
     def skip(self, name: str, why: str) -> None:
         """Something that cannot be measured here."""

@@ -148,7 +148,8 @@ class GroupedMethod(QuantMethod):
         """The blocks of a file's rows, uint8 [out_features, row_bytes], as codes and scales on the device."""
         head_bytes = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}[kind]
         code_bytes = GROUP * _STORED_BITS[kind] // 8
-        blocks = torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
+        # A mapped file is read-only, which torch cannot express.
+        blocks = torch.from_numpy(np.require(rows, requirements=("C", "W"))).to(self._device)
         blocks = blocks.unflatten(1, (-1, head_bytes + code_bytes))
         codes = blocks[..., head_bytes:].flatten(1)
         heads = blocks[..., :head_bytes].contiguous().view(torch.float16)  # [out_features, num_groups, 1 or 2]

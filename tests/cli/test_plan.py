@@ -69,6 +69,8 @@ def test_types_and_memory_change_the_plan(llama_3_8b: Path, capsys: pytest.Captu
     base = record(capsys, llama_3_8b, "--device-memory", "24GiB")
     wide = record(capsys, llama_3_8b, "--device-memory", "40GiB")
     half = record(capsys, llama_3_8b, "--device-memory", "24GiB", "--kv-cache-dtype", "int8")
+    small = record(capsys, llama_3_8b, "--device-memory", "8GiB", "--weights-dtype", "int4")
+    assert small["load"]["memory"]["weights_bytes"] < 0.5 * base["load"]["memory"]["weights_bytes"]
     assert base["card"] is None
     assert all(row["tokens_per_second"] is None for row in base["lengths"])
     difference = wide["load"]["free_bytes"] - base["load"]["free_bytes"]
@@ -117,7 +119,6 @@ def test_cards_go_by_many_spellings(name: str) -> None:
         (["--card", "H100", "--lengths", "200000"], "this model reaches 131072 tokens"),
         (["--card", "H100", "--device", "cpu"], "leave out --card"),
         (["--card", "H100", "--max-model-len", "200000"], "this model reaches 131072 tokens"),
-        (["--card", "H100", "--weights-dtype", "int4"], "--weights-dtype int4"),
         (["--card", "H100", "--kv-cache-memory", "900GiB"], "--kv-cache-memory 900GiB"),
         (["--card", "H100", "--dtype", "int3"], "--dtype"),
     ],

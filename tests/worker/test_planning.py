@@ -13,6 +13,7 @@ from pagedserve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedserve.errors import ConfigError, ModelLoadError
 from pagedserve.kernels import native
 from pagedserve.model_files import resolve
+from pagedserve.quantization.grouped import GroupedMethod
 from pagedserve.quantization.none import DenseMethod
 from pagedserve.step import LoadPlan, MemoryPlan
 from pagedserve.worker.planning import activation_bytes, plan_loading
@@ -140,6 +141,20 @@ def test_a_card_holds_dense_weights_of_the_activations_type(tmp_path: Path, name
     planned = plan(tmp_path, card=8 << 30, max_model_len=case.max_model_len)
     assert planned.memory.weights_bytes == loaded.model.weights_bytes
     assert (planned.device, planned.dtype, planned.memory.spec.dtype) == ("cuda", "bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("quant", "weights_dtype"), [("Q8_0", "auto"), ("Q4_0", "auto"), ("F16", "int8"), ("F16", "int4")]
+)
+def test_a_card_holds_groups_of_8_and_4_bits(tmp_path: Path, quant: str, weights_dtype: str) -> None:
+    write_random(tmp_path / "hf", "llama", **GGUF_SIZES)
+    path = write_gguf(tmp_path / "model.gguf", "llama", tmp_path / "hf", quant=quant)
+    method = GroupedMethod(weights_dtype, CPU, torch.bfloat16)
+    loaded = PagedModel(path, dtype=torch.bfloat16, quant=method).model
+    planned = plan(path, card=8 << 30, weights_dtype=weights_dtype).memory.weights_bytes
+    # On CPUs the embedding stays as the file has it; on a card it has the type of the activations.
+    table = SIZES["vocab_size"] * GGUF_SIZES["hidden_size"]
+    assert planned - 2 * table == loaded.weights_bytes - loaded.embed_tokens.nbytes
 
 
 def test_a_token_reads_no_tables_and_only_its_experts(tmp_path: Path) -> None:
