@@ -1,7 +1,7 @@
 """Rows of `benchmarks/kernels.py` for the ops on a GPU: bytes that must move, over a launch's time within a CUDA graph.
 
-A graph of several launches over copies that together are larger than the L2 cache: neither the launcher in Python nor
-the cache flatters or hides a kernel.
+A graph of several launches over copies of the data: neither the launcher in Python nor, where the copies together are
+larger than it, the L2 cache flatters or hides a kernel. Small cases stay in the cache, as they do when serving.
 """
 
 from __future__ import annotations

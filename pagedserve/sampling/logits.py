@@ -31,11 +31,13 @@ def sanitize(logits: torch.Tensor) -> torch.Tensor:
     """Makes `logits` [num_rows, vocab_size] usable in place: NaN counts as -inf, +inf as a huge number.
 
     Returns which rows have nothing usable in them, bool [num_rows]; they are set to zero so that nothing later meets a
-    NaN.
+    NaN. On GPUs the logits stay as they are: its kernels take each number for what it counts as.
     """
-    # amax carries NaN and +inf up, so one cheap pass clears the usual batch; a GPU's host cannot wait to see it.
+    if ops.on_gpu(logits.device):
+        return torch.isneginf(ops.best_logits(logits))
+    # amax carries NaN and +inf up, so one cheap pass clears the usual batch.
     best = logits.amax(dim=-1)
-    if logits.is_cpu and bool(torch.isfinite(best).all()):
+    if bool(torch.isfinite(best).all()):
         return torch.zeros_like(best, dtype=torch.bool)
     logits.copy_(usable(logits))
     is_unusable = torch.isneginf(logits.amax(dim=-1))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pagedserve.kernels import ops
+from pagedserve.kernels.reference_sampling import usable
 from pagedserve.sampling.batch import SamplingBatch, TokenHistory, TokenMasks
 from pagedserve.sampling.logits import Change, sanitize
 from pagedserve.sampling.logprobs import best_tokens, chosen_logprobs, distributions, take_rows, token_logprobs
@@ -123,7 +124,7 @@ class Sampler:
             raw = logits.clone()
         if batch.beam:
             # transformers' beam search applies its processors to log-probabilities; so do we.
-            logits[batch.beam_rows] = torch.log_softmax(take_rows(logits, batch.beam), dim=-1)
+            logits[batch.beam_rows] = torch.log_softmax(usable(take_rows(logits, batch.beam)), dim=-1)
         if masks is not None:
             ops.apply_token_bitmask(logits, masks.rows, masks.masks)
         for change in call.changes:
