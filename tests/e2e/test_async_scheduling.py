@@ -85,7 +85,9 @@ def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("params", WISHES.values(), ids=WISHES)
-def test_a_step_ahead_changes_no_answer(plain: LLM, ahead: LLM, params: SamplingParams, num_ahead: list[int]) -> None:
+def test_a_step_ahead_changes_no_answer(
+    plain: LLM, ahead: LLM, params: SamplingParams, num_ahead: list[int]
+) -> None:  # C083
     seeded = params.with_(seed=3)
     expected = plain.generate(PROMPTS, seeded, use_tqdm=False)
     assert num_ahead == [0]

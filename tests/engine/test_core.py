@@ -181,7 +181,7 @@ def test_a_step_that_fails_costs_its_requests_and_nobody_else(
     bench.assert_idle()
 
 
-def test_a_step_that_fails_while_the_next_is_under_way_costs_its_own_requests(tiny_model: Path) -> None:
+def test_a_step_that_fails_while_the_next_is_under_way_costs_its_own_requests(tiny_model: Path) -> None:  # C047
     bench = Bench(tiny_model, looks_ahead=True, max_num_batched_tokens=8)
     undisturbed = bench.add([9, 8, 7])
     bench.run()
