@@ -115,6 +115,19 @@ class PlannedMetadata(AttentionMetadata):
     num_live: torch.Tensor  # int64 []: rows that have a context
 
 
+def take_triton_launches() -> None:
+    """From now on launches of Triton kernels (under the interpreter) can be captured too: grid and numbers as they are,
+    tensors by their addresses."""
+    from pagedserve.kernels.triton.variants import Launch
+
+    run = Launch.run
+
+    def run_or_record(self: Launch) -> None:
+        launch(lambda: run(self))
+
+    Launch.run = run_or_record
+
+
 class CapturableBackend(CpuBackend):
     """The native CPU attention as kernels that are launched, after a plan made on the device: rows of no context
     are left as they are, full of NaN."""

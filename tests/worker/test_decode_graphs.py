@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,6 +233,22 @@ def test_any_order_of_batches_has_the_bits_of_its_ops(checkpoint: Path, seed: in
             capture_all(driver)
         else:
             decode(driver, rng.sample(alive, rng.randint(1, len(alive))))
+
+
+def test_triton_kernels_are_captured_and_replayed(tmp_path: Path) -> None:
+    """The whole model on Triton kernels, under the interpreter, which is a setting of a process."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    config = llama_config(num_hidden_layers=1)
+    checkpoint = write_checkpoint(tmp_path / "llama", config, random_tensors(config), tokenizer=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.interpreted_graphs", str(checkpoint)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0 and "checked 2" in done.stdout, done.stderr
 
 
 def test_the_sizes_that_are_captured() -> None:

@@ -63,6 +63,16 @@ def test_what_a_model_launches_is_known_without_its_weights(checkpoint: Path, tm
     assert len(distinct(launches_of(*make(write(tmp_path, 4))))) == len(variants), "more layers launch nothing new"
 
 
+def test_attention_in_triton_is_known_too(checkpoint: Path) -> None:
+    from pagedserve.attention.triton import TritonBackend
+    from pagedserve.kernels.triton.warm_up import distinct
+
+    silent = {variant.kernel.fn.__name__ for variant in distinct(launches_of(*make(checkpoint)))}
+    variants = distinct(launches_of(*make(checkpoint, TritonBackend)))
+    more = {variant.kernel.fn.__name__ for variant in variants} - silent
+    assert any("decode" in name for name in more) and any("prefill" in name for name in more), more
+
+
 def test_ops_on_meta_tensors_are_a_gpus_only_while_launches_are_collected(checkpoint: Path) -> None:
     from pagedserve.kernels import ops
 

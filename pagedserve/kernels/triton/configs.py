@@ -96,7 +96,10 @@ class Device:
 
 @cache
 def device_facts(device: torch.device) -> Device:
-    """Of a GPU; anything else is the interpreter, which plans as for a small one."""
+    """Of a GPU, for which tensors without storage stand too; anything else is the interpreter, which plans as for a
+    small one."""
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "cuda":
         return Device(capability=0, num_sms=2)
     properties = torch.cuda.get_device_properties(device)
