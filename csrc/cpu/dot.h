@@ -103,6 +103,49 @@ PS_INLINE __m256i broadcast4(const int8_t* p) {
   return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
 }
 
+#ifdef __AVXVNNI__
+
+struct Nibbles {
+  static constexpr int kDepth = 8;
+  static constexpr bool kWide = false;
+  struct Step {
+    __m256i low, high;
+  };
+  struct Acc {
+    __m256i v;
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16(x, 4), mask)};
+  }
+  PS_INLINE Acc start() { return {_mm256_setzero_si256()}; }
+  PS_INLINE void next_plane(Acc* acc) { acc->v = _mm256_slli_epi32(acc->v, 8); }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
+    acc->v = _mm256_dpbusd_avx_epi32(acc->v, step.low, broadcast4(a));
+    acc->v = _mm256_dpbusd_avx_epi32(acc->v, step.high, broadcast4(b));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int offset) { return {_mm256_add_epi32(acc.v, _mm256_set1_epi32(offset))}; }
+};
+
+struct Bytes {
+  static constexpr int kDepth = 4;
+  static constexpr bool kWide = false;
+  struct Step {
+    __m256i v;
+  };
+  using Acc = Nibbles::Acc;
+  PS_INLINE Step load(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+  PS_INLINE Acc start() { return Nibbles::start(); }
+  PS_INLINE void next_plane(Acc* acc) { Nibbles::next_plane(acc); }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t*) {
+    acc->v = _mm256_dpbusd_avx_epi32(acc->v, step.v, broadcast4(a));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int offset) { return Nibbles::total(acc, offset); }
+};
+
+#else
+
 // A nibble times an activation is at most 15 * 127, so maddubs sums of eight stages (two products each) keep
 // within 16 bits: 16 * 15 * 127 = 30480.
 struct Nibbles {
@@ -170,6 +213,8 @@ struct Bytes {
   }
 };
 
+#endif
+
 #elif defined(PS_ISA_NEON)
 
 struct IntVec {
@@ -224,6 +269,32 @@ struct SignedBytes {
 using Bytes = SignedBytes<true>;
 using LowBytes = SignedBytes<false>;
 
+#ifdef __ARM_FEATURE_DOTPROD
+
+struct Nibbles {
+  static constexpr int kDepth = 8;
+  static constexpr bool kWide = false;
+  struct Step {
+    int8x16_t low, high;
+  };
+  struct Acc {
+    int32x4_t v;
+  };
+  PS_INLINE Step load(const uint8_t* p) {
+    const uint8x16_t x = vld1q_u8(p);
+    return {vreinterpretq_s8_u8(vandq_u8(x, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(x, 4))};
+  }
+  PS_INLINE Acc start() { return {vdupq_n_s32(0)}; }
+  PS_INLINE void next_plane(Acc* acc) { acc->v = vshlq_n_s32(acc->v, 8); }
+  PS_INLINE void dot(Acc* acc, const Step& step, const int8_t* a, const int8_t* b) {
+    acc->v = vdotq_s32(acc->v, step.low, broadcast4(a));
+    acc->v = vdotq_s32(acc->v, step.high, broadcast4(b));
+  }
+  PS_INLINE IntVec total(const Acc& acc, int offset) { return {vaddq_s32(acc.v, vdupq_n_s32(offset))}; }
+};
+
+#else
+
 struct Nibbles {
   static constexpr int kDepth = 8;
   static constexpr bool kWide = false;
@@ -257,6 +328,8 @@ struct Nibbles {
     return {vaddq_s32(vaddq_s32(acc.carry, pairs(acc)), vdupq_n_s32(offset))};
   }
 };
+
+#endif
 
 #else  // scalar
 

@@ -102,7 +102,7 @@ int ps_experts_sum(float* out, int64_t out_stride, const float* x, int64_t x_str
     args.pairs = pairs;
     args.starts = starts;
     int status = PS_OK;
-    PS_CALL(experts, args, &status);
+    PS_CALL_DOT(experts, args, &status);
     if (status != PS_OK) return fail(status, "no memory for the activations of %lld rows", (long long)rows);
   }
   return PS_OK;

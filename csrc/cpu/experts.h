@@ -37,8 +37,8 @@ struct ExpertsArgs {
 
 PS_FOR_EACH_ISA(
     void route(float* weights, int64_t* experts, const float* logits, int64_t logits_stride, int64_t num_rows,
-               int64_t num_experts, int64_t top_k, bool renormalize, int* status);
+               int64_t num_experts, int64_t top_k, bool renormalize, int* status);)
 
-    void experts(const ExpertsArgs& args, int* status);)
+PS_FOR_EACH_DOT_ISA(void experts(const ExpertsArgs& args, int* status);)
 
 }  // namespace ps

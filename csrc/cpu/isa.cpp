@@ -3,10 +3,18 @@
 #include <atomic>
 #include <cstring>
 
-#ifdef PS_HAVE_AMX
+#if defined(PS_HAVE_AMX) || defined(PS_HAVE_AVX2_VNNI)
 #include <cpuid.h>
+#endif
+#ifdef PS_HAVE_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+#if defined(PS_HAVE_NEON) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#if defined(PS_HAVE_NEON) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include "pagedserve.h"
@@ -19,6 +27,7 @@ struct IsaEntry {
   Isa isa;
   const char* name;
   bool (*runs_here)();
+  DotIsa dot = DotIsa::kOfBase;
   bool has_amx = false;
 };
 
@@ -27,6 +36,13 @@ struct IsaEntry {
 #ifdef PS_HAVE_AVX2
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+#ifdef PS_HAVE_AVX2_VNNI
+bool has_avx2_vnni() {
+  constexpr unsigned kAvxVnni = 1u << 4;
+  unsigned eax, ebx, ecx, edx;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kAvxVnni) != 0;
 }
 #endif
 #ifdef PS_HAVE_AVX512
@@ -49,12 +65,36 @@ bool has_amx() {
 }
 #endif
 
+#if defined(PS_HAVE_NEON_DOTPROD) || defined(PS_HAVE_NEON_I8MM)
+#if defined(__APPLE__)
+[[maybe_unused]] bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+[[maybe_unused]] bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+[[maybe_unused]] bool has_i8mm() { return has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM"); }
+#else
+[[maybe_unused]] bool has_dotprod() {
+  constexpr unsigned long kDotprod = 1ul << 20;  // HWCAP_ASIMDDP
+  return (getauxval(AT_HWCAP) & kDotprod) != 0;
+}
+[[maybe_unused]] bool has_i8mm() {
+  constexpr unsigned long kI8mm = 1ul << 13;  // HWCAP2_I8MM
+  return has_dotprod() && (getauxval(AT_HWCAP2) & kI8mm) != 0;
+}
+#endif
+#endif
+
 const IsaEntry kIsas[] = {  // best first
 #ifdef PS_HAVE_AMX
-    {Isa::kAvx512, "amx", has_amx, true},
+    {Isa::kAvx512, "amx", has_amx, DotIsa::kOfBase, true},
 #endif
     PS_IF_AVX512({Isa::kAvx512, "avx512", has_avx512}, )
+    PS_IF_AVX2_VNNI({Isa::kAvx2, "avx2_vnni", has_avx2_vnni, DotIsa::kAvx2Vnni}, )
     PS_IF_AVX2({Isa::kAvx2, "avx2", has_avx2}, )
+    PS_IF_NEON_I8MM({Isa::kNeon, "neon_i8mm", has_i8mm, DotIsa::kNeonI8mm}, )
+    PS_IF_NEON_DOTPROD({Isa::kNeon, "neon_dotprod", has_dotprod, DotIsa::kNeonDotprod}, )
     PS_IF_NEON({Isa::kNeon, "neon", always}, )
     {Isa::kScalar, "scalar", always},
 };
@@ -73,6 +113,8 @@ std::atomic<const IsaEntry*> g_isa{&best_isa()};
 bool uses_amx() { return g_isa.load(std::memory_order_relaxed)->has_amx; }
 
 Isa current_isa() { return g_isa.load(std::memory_order_relaxed)->isa; }
+
+DotIsa current_dot_isa() { return g_isa.load(std::memory_order_relaxed)->dot; }
 
 }  // namespace ps
 

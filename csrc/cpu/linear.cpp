@@ -121,7 +121,7 @@ int ps_linear(float* out, int64_t out_stride, const float* x, int64_t x_stride, 
   if (num_rows < 1) return num_rows == 0 ? PS_OK : fail(PS_INVALID_ARGUMENT, "%lld rows", (long long)num_rows);
   int status = PS_OK;
   const ps::LinearArgs args{out, out_stride, x, x_stride, num_rows, *weight, bias, residual, residual_stride};
-  PS_CALL(linear, args, &status);
+  PS_CALL_DOT(linear, args, &status);
   return status;
 }
 

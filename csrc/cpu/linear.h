@@ -61,9 +61,9 @@ static inline const GgmlType* find_ggml_type(int id) {
 // In linear.cpp: PS_OK, or the status of a failure.
 int check_weight(const ps_linear_weight* weight);
 
-PS_FOR_EACH_ISA(
-    void linear(const LinearArgs& args, int* status);
+PS_FOR_EACH_DOT_ISA(void linear(const LinearArgs& args, int* status);)
 
+PS_FOR_EACH_ISA(
     void linear_pack(const ps_linear_weight& weight, int64_t first_row, int64_t num_rows, const void* rows,
                      int64_t row_stride, int dtype);
 

@@ -8,12 +8,16 @@
 #include "experts.h"
 
 namespace ps {
-namespace PS_ISA {
+
+namespace PS_BASE_ISA {
 
 // In activation_kernels.cpp; kernels.h declares it to those who call by instruction set.
 void gated_activation(int activation, float* out, int64_t out_stride, const float* x, int64_t x_stride,
                       int64_t num_rows, int64_t dim);
 
+}  // namespace PS_BASE_ISA
+
+namespace PS_ISA {
 namespace {
 
 constexpr int64_t kPieceColumns = 4 * kPanel;
@@ -193,7 +197,7 @@ struct IntBlocks {
 #endif
     call.codes = reinterpret_cast<const int8_t*>(block.memory);
     call.meta = reinterpret_cast<const float*>(block.memory + code_bytes(block));
-    multiply_tiles<IntTile<Codes, Scale, kHasMin, kHalves>, kHeight, kIntVecs>(call);
+    multiply_tiles<IntTiles<Codes, Scale, kHasMin, kHalves>, kHeight, kIntVecs>(call);
   }
 };
 
@@ -263,8 +267,8 @@ class Experts {
     for_each_piece(inner_, [&](const ExpertBlock& block, int64_t first, int64_t count, float* both, uint8_t* unpacked) {
       multiply_block(block.gate, block.gate_up[0], first, count, both, 2 * count, unpacked);
       multiply_block(block.up, block.gate_up[1], first, count, both + count, 2 * count, unpacked);
-      gated_activation(args_.activation, activated_ + block.place * inner_ + first, inner_, both, 2 * count,
-                       block.gate.num_rows, count);
+      PS_BASE_ISA::gated_activation(args_.activation, activated_ + block.place * inner_ + first, inner_, both,
+                                    2 * count, block.gate.num_rows, count);
     });
     parallel_for(num_blocks_, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) prepare_block(blocks_[i].inner, blocks_[i].down->format);

@@ -401,6 +401,7 @@ bool prepare_int(Call* call, int max_height) {
 }  // namespace ps
 
 #include "linear_amx.h"
+#include "linear_i8mm.h"
 
 namespace ps {
 namespace PS_ISA {
@@ -413,10 +414,18 @@ static constexpr int kRows = 12, kVecs = 2, kFewRows = 4, kManyVecs = 4;
 static constexpr int kIntRows = 6, kByteRows = 6, kIntVecs = 2;
 #elif defined(PS_ISA_AVX2)
 static constexpr int kRows = 6, kVecs = 2, kFewRows = 2, kManyVecs = 4;
+#ifdef __AVXVNNI__
+static constexpr int kIntRows = 6, kByteRows = 6, kIntVecs = 1;
+#else
 static constexpr int kIntRows = 4, kByteRows = 4, kIntVecs = 1;
+#endif
 #else
 static constexpr int kRows = 4, kVecs = 2, kFewRows = 1, kManyVecs = 4;
+#ifdef __ARM_FEATURE_DOTPROD
+static constexpr int kIntRows = 4, kByteRows = 4, kIntVecs = 2;
+#else
 static constexpr int kIntRows = 4, kByteRows = 4, kIntVecs = 1;
+#endif
 #endif
 
 template <class Values>
@@ -445,7 +454,7 @@ bool run_int(Call* call) {
 #endif
   constexpr int kHeight = Codes::kDepth == Nibbles::kDepth ? kIntRows : kByteRows;
   if (!prepare_int<Codes::kWide>(call, kHeight)) return false;
-  run_tiles<IntTile<Codes, Scale, kHasMin, kHalves>, kHeight, kIntVecs>(*call);
+  run_tiles<IntTiles<Codes, Scale, kHasMin, kHalves>, kHeight, kIntVecs>(*call);
   return true;
 }
 

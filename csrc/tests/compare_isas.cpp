@@ -154,6 +154,51 @@ Floats linear() {
   return out;
 }
 
+// The experts of 40 tokens, so that some have a tile of AMX; and which these are.
+template <int kFormat>
+Floats experts() {
+  constexpr int64_t kRows = 40, kHidden = 96, kInner = 64, kExperts = 5, kTopK = 3;
+  std::vector<std::vector<uint8_t>> memory;
+  const auto packed = [&](int64_t out_features, int64_t in_features, uint32_t seed) {
+    memory.emplace_back(ps_linear_packed_bytes(kFormat, out_features, in_features) + 64);
+    uint8_t* data = memory.back().data();
+    const ps_linear_weight weight{data + (64 - reinterpret_cast<uintptr_t>(data) % 64) % 64, out_features, in_features,
+                                  kFormat};
+    Floats dense = numbers(out_features * in_features, seed);
+    for (float& x : dense) x *= 0.05f;
+    check(ps_linear_pack(&weight, 0, out_features, dense.data(), in_features, PS_F32));
+    return weight;
+  };
+  std::vector<ps_linear_weight> gate_up, down;
+  for (int64_t e = 0; e < kExperts; ++e) {
+    gate_up.push_back(packed(kInner, kHidden, 20 + 3 * e));
+    gate_up.push_back(packed(kInner, kHidden, 21 + 3 * e));
+    down.push_back(packed(kHidden, kInner, 22 + 3 * e));
+  }
+  Floats weights(kRows * kTopK, NAN), out(kRows * kHidden, NAN);
+  std::vector<int64_t> chosen(kRows * kTopK);
+  const Floats logits = numbers(kRows * kExperts, 15), x = numbers(kRows * kHidden, 16);
+  check(ps_route(weights.data(), chosen.data(), logits.data(), kExperts, kRows, kExperts, kTopK, 1));
+  check(ps_experts_sum(out.data(), kHidden, x.data(), kHidden, kRows, weights.data(), chosen.data(), kTopK,
+                       gate_up.data(), down.data(), kExperts, PS_SILU));
+  out.insert(out.end(), weights.begin(), weights.end());
+  out.insert(out.end(), chosen.begin(), chosen.end());
+  return out;
+}
+
+Floats sampling() {
+  constexpr int64_t kRows = 6, kVocab = 1003;
+  Floats logits = numbers(kRows * kVocab, 17);
+  logits[5] = NAN;
+  const Floats temperature = {0.f, 1.f, 0.7f, 2.f, 1.f, 0.5f}, min_p = {0.f, 0.f, 0.05f, 0.f, 0.f, 0.1f};
+  const std::vector<int64_t> top_k = {0, 0, 40, 5, 0, 900};
+  const std::vector<double> top_p = {1., 1., 1., 0.9, 0.5, 0.95}, uniform = {0.5, 0.01, 0.3, 0.999, 0.77, 0.4};
+  std::vector<int64_t> tokens(kRows);
+  check(ps_sample(logits.data(), kVocab, kRows, kVocab, temperature.data(), min_p.data(), top_k.data(), top_p.data(),
+                  uniform.data(), tokens.data()));
+  return Floats(tokens.begin(), tokens.end());
+}
+
 const Case kCases[] = {
     {"rms_norm", rms_norm},
     {"layer_norm", layer_norm},
@@ -177,6 +222,10 @@ const Case kCases[] = {
     {"linear int4_sym", linear<PS_LINEAR_INT4_SYM>},
     {"linear int4", linear<PS_LINEAR_INT4>},
     {"linear int4_f32 (Q4_K)", linear<PS_LINEAR_INT4_F32, 12, 144, 0, 2>},
+    {"experts bf16", experts<PS_LINEAR_BF16>},
+    {"experts int8", experts<PS_LINEAR_INT8>},
+    {"experts int4", experts<PS_LINEAR_INT4>},
+    {"sampling", sampling},
 };
 
 }  // namespace
@@ -201,7 +250,7 @@ int main() {
       }
       const bool good = worst < 1e-5f;
       failures += !good;
-      std::printf("%-6s %-30s %.1e %s\n", isa.c_str(), kCases[i].name, worst, good ? "ok" : "WRONG");
+      std::printf("%-12s %-30s %.1e %s\n", isa.c_str(), kCases[i].name, worst, good ? "ok" : "WRONG");
     }
   }
   return failures == 0 ? 0 : 1;

@@ -8,10 +8,19 @@ import pytest
 from pagedserve.kernels import native
 
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
-ISAS = ("scalar", "neon") if IS_ARM else ("scalar", "avx2", "avx512", "amx")
+ISAS = ("scalar", "neon") if IS_ARM else ("scalar", "avx2", "avx512")
+# Sets that have packed linears of their own, and share all other kernels with one of the above.
+LINEAR_ISAS = ("neon_dotprod", "neon_i8mm") if IS_ARM else ("avx2_vnni", "amx")
+LINEAR_FILES = ("test_linear", "test_experts")
 
 
-@pytest.fixture(params=ISAS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "isa" in metafunc.fixturenames:
+        is_linear = metafunc.module.__name__.rpartition(".")[2] in LINEAR_FILES
+        metafunc.parametrize("isa", ISAS + LINEAR_ISAS if is_linear else ISAS, indirect=True)
+
+
+@pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once per instruction set that this machine can run."""
     if not native.available():

@@ -55,8 +55,14 @@ def run(*command: str) -> dict[str, list[str]]:
 def test_aarch64_under_an_emulator(tmp_path: Path) -> None:
     tool("aarch64-linux-gnu-g++")
     emulator = tool("qemu-aarch64-static", "qemu-aarch64")
-    lines = run(emulator, "-L", "/usr/aarch64-linux-gnu", str(build(tmp_path, *AARCH64)))
-    assert set(lines) == {"neon", "scalar"}
+    program = str(build(tmp_path, *AARCH64))
+
+    def sets(cpu: str) -> set[str]:
+        return set(run(emulator, "-cpu", cpu, "-L", "/usr/aarch64-linux-gnu", program))
+
+    assert sets("cortex-a72") == {"neon", "scalar"}
+    assert sets("neoverse-n1") == {"neon_dotprod", "neon", "scalar"}
+    assert sets("max") == {"neon_i8mm", "neon_dotprod", "neon", "scalar"}
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="this is about x86")
