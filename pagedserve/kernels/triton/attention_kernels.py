@@ -178,6 +178,7 @@ def prefill_kernel(
         WINDOW, SOFT_CAP, FORMAT, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, True,
     )  # fmt: skip
     place = (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
+    total = tl.where(total > 0.0, total, 1.0)  # lanes without a query may have seen nothing
     tl.store(out + place, narrow(acc / total[:, None], out.dtype.element_ty), mask=mask)
 
 
