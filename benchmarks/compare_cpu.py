@@ -37,6 +37,14 @@ from pagedserve.config import DEFAULT_MODEL
 
 HERE = Path(__file__).parent
 SHARED_PREFIX = 500  # words, a token each
+# Runs a script with aiohttp clients that open a connection for each request: llama.cpp's server may close one that is
+# kept alive just as the next request is sent on it, which is no fault of its engine.
+FRESH_CONNECTIONS = """
+import functools, runpy, sys, aiohttp
+aiohttp.TCPConnector = functools.partial(aiohttp.TCPConnector, force_close=True)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,8 @@ class Comparison:
         """Output tokens a second. 16 clients share a prefix, as in the table; all others do not."""
         prefix = SHARED_PREFIX if clients == 16 else 0
         if self.args.load_script is not None:
-            command = [sys.executable, str(self.args.load_script), "--url", server.url, "--model", server.model]
+            command = [sys.executable, "-c", FRESH_CONNECTIONS, str(self.args.load_script)]
+            command += ["--url", server.url, "--model", server.model]
             command += ["--requests", str(self.sizes.requests[clients]), "--concurrency", str(clients)]
             command += ["--shared-prefix", str(prefix), "--label", server.label]
             result = run_for_json(command, limit)

@@ -17,7 +17,7 @@ from tests.docker.images import Images
 from tests.helpers.demo_model import NAME, demo_model
 from tests.helpers.server import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 USER = 1000
 
