@@ -54,7 +54,13 @@ class Images:
     def build(self, dockerfile: str, tag: str, *options: str) -> None:
         """The image that `docker build --file docker/DOCKERFILE OPTIONS .` would make."""
         volumes = [f"--volume={path}:{_HOST}{path}:ro" for path in _pip_paths()]
-        arguments = [f"--build-arg=BASE={BASE}", "--isolation=chroot", f"--file={ROOT}/docker/{dockerfile}"]
+        # OCI's own format knows no health checks.
+        arguments = [
+            "--format=docker",
+            f"--build-arg=BASE={BASE}",
+            "--isolation=chroot",
+            f"--file={ROOT}/docker/{dockerfile}",
+        ]
         self.buildah("build", *arguments, *volumes, *options, f"--tag={tag}", str(ROOT))
 
     def config(self, tag: str) -> dict[str, Any]:
