@@ -11,7 +11,10 @@ namespace {
 constexpr int kMostSeqs = 65535;  // of one launch
 constexpr int kMostGridHeads = 65535;
 
-int row_tile_of(int64_t max_rows, int dtype) { return dtype == PS_CUDA_F32 || max_rows <= 8 ? 8 : 16; }
+// 16 rows of 256 dimensions are more accumulators than a thread has registers.
+int row_tile_of(int64_t head_dim, int64_t max_rows, int dtype) {
+  return dtype == PS_CUDA_F32 || max_rows <= 8 || head_dim > 128 ? 8 : 16;
+}
 
 DecodeKernel find(int dtype, int kv_dtype, int64_t head_dim, int row_tile) {
   const int dim = head_dim > 256 ? 0 : static_cast<int>(head_dim);
@@ -62,10 +65,12 @@ using namespace ps;
 
 extern "C" {
 
-int64_t ps_cuda_decode_row_tile(int64_t max_rows, int dtype) { return row_tile_of(max_rows, dtype); }
+int64_t ps_cuda_decode_row_tile(int64_t head_dim, int64_t max_rows, int dtype) {
+  return row_tile_of(head_dim, max_rows, dtype);
+}
 
 int64_t ps_cuda_decode_shared_bytes(int64_t head_dim, int64_t max_rows, int dtype, int kv_dtype) {
-  return find(dtype, kv_dtype, head_dim, row_tile_of(max_rows, dtype)).shared_bytes;
+  return find(dtype, kv_dtype, head_dim, row_tile_of(head_dim, max_rows, dtype)).shared_bytes;
 }
 
 int64_t ps_cuda_decode_max_items(int64_t num_seqs, int64_t grid_heads, int64_t resident_ctas) {
@@ -79,7 +84,7 @@ int64_t ps_cuda_decode_partial_floats(int64_t max_items, int64_t grid_heads, int
 
 int ps_cuda_decode_resident_ctas(int64_t head_dim, int64_t max_rows, int dtype, int kv_dtype,
                                  int64_t* resident_ctas) {
-  const DecodeKernel kernel = find(dtype, kv_dtype, head_dim, row_tile_of(max_rows, dtype));
+  const DecodeKernel kernel = find(dtype, kv_dtype, head_dim, row_tile_of(head_dim, max_rows, dtype));
   if (kernel.run == nullptr) return no_kernel(dtype, kv_dtype, head_dim);
   int device = 0, sms = 0, ctas = 0;
   int status = check(cudaGetDevice(&device), "asking for the device");
@@ -123,7 +128,7 @@ int ps_cuda_paged_decode(void* out, int64_t out_stride, const void* query, int64
   }
   const int64_t group = num_heads / kv->num_kv_heads;
   const int64_t max_rows = group * rows->max_query_len;
-  const int row_tile = row_tile_of(max_rows, dtype);
+  const int row_tile = row_tile_of(kv->head_dim, max_rows, dtype);
   const DecodeKernel kernel = find(dtype, kv->dtype, kv->head_dim, row_tile);
   if (kernel.run == nullptr) return no_kernel(dtype, kv->dtype, kv->head_dim);
   const int64_t row_tiles = (max_rows + row_tile - 1) / row_tile;

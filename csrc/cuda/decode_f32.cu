@@ -3,7 +3,7 @@
 
 namespace ps {
 
-DecodeKernel find_decode_f32(int head_dim) {
+DecodeKernel find_decode_f32([[maybe_unused]] int head_dim) {
 #if PS_HEAD_DIM_64
   if (head_dim == 64) return decode_kernel<decode_fma<64>, FmaDecode<64>::kSharedBytes>();
 #endif

@@ -276,7 +276,7 @@ struct MmaDecode {
 };
 
 template <typename T, typename KV, int head_dim, int row_tile>
-__global__ void __launch_bounds__(32 * kDecodeWarps) decode_mma(const DecodeParameters p) {
+__global__ void __launch_bounds__(32 * kDecodeWarps, 2) decode_mma(const DecodeParameters p) {
   run_pieces<MmaDecode<T, KV, head_dim, row_tile>>(p);
 }
 

@@ -13,11 +13,14 @@ DecodeKernel mma_kernel() {
 
 template <typename T, typename KV, int head_dim>
 DecodeKernel mma_kernel(int row_tile) {
-  return row_tile == 8 ? mma_kernel<T, KV, head_dim, 8>() : mma_kernel<T, KV, head_dim, 16>();
+  if constexpr (head_dim <= 128) {
+    if (row_tile == 16) return mma_kernel<T, KV, head_dim, 16>();
+  }
+  return row_tile == 8 ? mma_kernel<T, KV, head_dim, 8>() : DecodeKernel{};
 }
 
 template <typename T, typename KV>
-DecodeKernel find_decode(int head_dim, int row_tile) {
+DecodeKernel find_decode([[maybe_unused]] int head_dim, [[maybe_unused]] int row_tile) {
 #if PS_HEAD_DIM_64
   if (head_dim == 64) return mma_kernel<T, KV, 64>(row_tile);
 #endif

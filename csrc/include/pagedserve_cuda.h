@@ -72,7 +72,7 @@ typedef struct ps_cuda_decode_plan {
 PS_CUDA_API int ps_cuda_decode_resident_ctas(int64_t head_dim, int64_t max_rows, int dtype, int kv_dtype,
                                              int64_t* resident_ctas);
 /* Query rows that one CTA takes of a KV head's num_heads / num_kv_heads * max_query_len, 8 or 16. This and the sizes below need no device. */
-PS_CUDA_API int64_t ps_cuda_decode_row_tile(int64_t max_rows, int dtype);
+PS_CUDA_API int64_t ps_cuda_decode_row_tile(int64_t head_dim, int64_t max_rows, int dtype);
 /* Shared memory of a CTA in bytes; 0 where there is no such kernel. */
 PS_CUDA_API int64_t ps_cuda_decode_shared_bytes(int64_t head_dim, int64_t max_rows, int dtype, int kv_dtype);
 PS_CUDA_API int64_t ps_cuda_decode_max_items(int64_t num_seqs, int64_t grid_heads, int64_t resident_ctas);

@@ -14,6 +14,7 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",
     {
         "cpu": "pagedserve.attention.cpu:CpuBackend",
+        "cuda": "pagedserve.attention.cuda:CudaBackend",
         "triton": "pagedserve.attention.triton:TritonBackend",
         "reference": "pagedserve.attention.reference:ReferenceBackend",
     },

@@ -82,7 +82,7 @@ class DecodePlan:
 
     def __init__(self, step: DecodeStep, kv: KVLayer, group: int, dtype: torch.dtype, window: int) -> None:
         max_rows = group * step.max_query_len
-        row_tile = native_cuda.size("ps_cuda_decode_row_tile", max_rows, native_cuda.DTYPES[dtype])
+        row_tile = native_cuda.size("ps_cuda_decode_row_tile", kv.head_dim, max_rows, native_cuda.DTYPES[dtype])
         grid_heads = kv.num_kv_heads * -(-max_rows // row_tile)
         ctas = kv.resident_ctas(max_rows, dtype)
         max_items = native_cuda.size("ps_cuda_decode_max_items", step.num_seqs, grid_heads, ctas)

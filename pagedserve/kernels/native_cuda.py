@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ps_cuda_swap_blocks": [_p, _l, _p, _l, _l, _p, _l, _p],
 }
 _SIZES: dict[str, list[Any]] = {
-    "ps_cuda_decode_row_tile": [_l, _i],
+    "ps_cuda_decode_row_tile": [_l, _l, _i],
     "ps_cuda_decode_shared_bytes": [_l, _l, _i, _i],
     "ps_cuda_decode_max_items": [_l, _l, _l],
     "ps_cuda_decode_partial_floats": [_l, _l, _l, _l],

@@ -87,5 +87,5 @@ def test_8_bit_floats_are_served_by_the_reference_with_a_warning(caplog: pytest.
 def test_a_spec_no_backend_can_serve_and_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match=r"cpu: .*; reference: 5 query heads cannot share 2 KV heads"):
         select(dataclasses.replace(SPEC, num_heads=5))
-    with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: cpu, triton, reference"):
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash'; known: cpu, cuda, triton, reference"):
         select(SPEC, forced="flash")

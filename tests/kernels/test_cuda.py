@@ -10,20 +10,13 @@ import torch
 
 from pagedserve.errors import ConfigError
 from pagedserve.kernels import cuda, native_cuda
-from tests.helpers import cuda_emulation
-
-
-def _forget() -> None:
-    for function in (native_cuda.library, native_cuda.is_emulated, native_cuda.why_not):
-        function.cache_clear()
+from tests.helpers.emulated_cuda import emulated_cuda, forget_library
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PAGEDSERVE_CUDA_LIBRARY", str(cuda_emulation.build()))
-    _forget()
-    yield
-    _forget()
+def emulated() -> Iterator[None]:
+    with emulated_cuda():
+        yield
 
 
 def kv_layer(**changes: object) -> cuda.KVLayer:
@@ -104,7 +97,7 @@ def test_drafts_need_their_starts() -> None:
 
 def test_a_chosen_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PAGEDSERVE_CUDA_LIBRARY", str(tmp_path / "none.so"))
-    _forget()
+    forget_library()
     with pytest.raises(ConfigError, match="there is no such file"):
         native_cuda.library()
 
@@ -113,7 +106,7 @@ def test_a_broken_library_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     monkeypatch.setenv("PAGEDSERVE_CUDA_LIBRARY", str(broken))
-    _forget()
+    forget_library()
     assert native_cuda.library() is None and not native_cuda.is_emulated()
     assert "is not there" in native_cuda.why_not() and native_cuda.describe() == native_cuda.why_not()
-    _forget()
+    forget_library()

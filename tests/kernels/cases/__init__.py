@@ -14,7 +14,7 @@ import torch
 # Modules of cases, each with `cases() -> list[Case]`.
 MODULES = tuple(
     f"tests.kernels.cases.{name}"
-    for name in ("triton_kv_cache", "triton_attention", "triton_ops", "triton_sampling", "cuda")
+    for name in ("triton_kv_cache", "triton_attention", "triton_ops", "triton_sampling", "cuda", "cuda_backend")
 )
 
 
