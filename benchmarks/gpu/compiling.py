@@ -9,9 +9,13 @@ from benchmarks.gpu.check import Check
 
 def on_card(check: Check, shard: int, num_shards: int) -> None:
     """A share of the shipped variants, compiled for this card into Triton's cache, where the other phases find them."""
+    import torch
+
     from pagedserve.kernels.triton.variants import all_variants
 
-    for variant in all_variants()[shard::num_shards]:
+    target = 90 if torch.cuda.get_device_capability() >= (9, 0) else 80
+    variants = [variant for variant in all_variants() if target in variant.capabilities]
+    for variant in variants[shard::num_shards]:
         check.measure(f"jit {variant.name}", lambda variant=variant: _warm_up(check, variant))
 
 

@@ -44,6 +44,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PretendedCard:
         "graph": refuse,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (70 << 30, 80 << 30),
         "get_device_properties": lambda index: SimpleNamespace(name="X", major=9, minor=0, multi_processor_count=132),
     }.items():
