@@ -60,7 +60,8 @@ def checked(check: Check) -> dict[str, Any]:
     return {row["name"]: row for row in rows if row["kind"] == "value"}
 
 
-def test_ceilings_and_kernels(card: PretendedCard) -> None:
+def test_ceilings_and_kernels(card: PretendedCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "available", lambda: ["reference", "triton"])  # the second is skipped, with a reason
     environment.run(card)
     attention.decode(card)
     attention.prefill(card)
@@ -69,6 +70,8 @@ def test_ceilings_and_kernels(card: PretendedCard) -> None:
     found = checked(card)
     assert found["device"]["value"] == "X"
     assert found["node of a graph"]["value"] > 0
+    skipped = [row["note"] for row in read(card._results) if row["kind"] == "skipped"]
+    assert any(note.startswith("triton: ") for note in skipped)
     name = next(name for name in found if name.startswith("decode") and "sdpa" not in name)
     assert found[name]["goal"] is None
 
