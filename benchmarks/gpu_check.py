@@ -9,7 +9,7 @@ tqdm, and nvcc, cmake and ninja to build csrc. What else the engine imports is i
 out where the web server is not there). Carry the wheels along where packages cannot be fetched:
 
     python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \\
-        --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -d wheels -r benchmarks/gpu_wheels.txt
+        $(printf -- '--platform manylinux_2_%s_x86_64 ' 17 24 27 28 31 34 35) -d wheels -r benchmarks/gpu_wheels.txt
     python -m pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=$PWD/site
 
 Each phase runs in a process of its own with a time limit, so a crash or a hang costs that phase's rest at most: what
