@@ -25,7 +25,8 @@ def _attend(
     begin, end,  # keys: whole tiles from `begin`, a multiple of KEYS
     lowest, highest,  # keys that may be read are lowest .. highest - 1; only looked at where MASKED
     positions,  # [ROWS] of the queries; only looked at where MASKED
-    table, keys, values, key_scales, value_scales,  # of the row, of the KV head
+    table, keys, values,  # of the row, of the KV head
+    key_scales, value_scales, scales_start,  # of the layer, or None; where the KV head's begin
     block_stride, token_stride, scale_block_stride, scale_token_stride,
     inner, factor,  # scores are dot * factor, or tanh(dot * inner) * factor
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
@@ -33,22 +34,23 @@ def _attend(
 ):  # fmt: skip
     """The rows' attention over the keys begin .. end - 1, added to what they have."""
     DTYPE: tl.constexpr = q.dtype
-    PAGES: tl.constexpr = KEYS // BLOCK_SIZE if KEYS > BLOCK_SIZE else 1
-    PAGE: tl.constexpr = BLOCK_SIZE if KEYS > BLOCK_SIZE else KEYS
     dims = tl.arange(0, DIM)
-    within = tl.arange(0, PAGE)
     for start in range(begin, end, KEYS):
-        # One look into the block table a page, not a key.
-        pages = start // BLOCK_SIZE + tl.arange(0, PAGES)
-        offsets = start % BLOCK_SIZE + within
+        tokens = start + tl.arange(0, KEYS)
         if MASKED:
-            tokens = start + tl.arange(0, KEYS)
             readable = (tokens >= lowest) & (tokens < highest)
-            first = pages * BLOCK_SIZE + start % BLOCK_SIZE
-            blocks = tl.load(table + pages, mask=(first + PAGE > lowest) & (first < highest), other=0).to(tl.int64)
+        # A small block's entry is read for each of its keys, from the nearest cache. Read once and spread over them by
+        # a reshape, Triton 3.6 no longer sees that rows are aligned: loads become narrow and do not run ahead.
+        if BLOCK_SIZE >= KEYS:
+            blocks = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+            offsets = start % BLOCK_SIZE + tl.arange(0, KEYS)
+        elif MASKED:
+            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
+            offsets = tokens % BLOCK_SIZE
         else:
-            blocks = tl.load(table + pages).to(tl.int64)
-        place = ((blocks * block_stride)[:, None] + (offsets * token_stride)[None, :]).reshape(KEYS)
+            blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
+            offsets = tokens % BLOCK_SIZE
+        place = blocks * block_stride + offsets * token_stride
         if MASKED:
             mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(keys + place[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -63,9 +65,7 @@ def _attend(
 
         scores = dot(q, tl.trans(decode(k, FORMAT, DTYPE)), tl.zeros([q.shape[0], KEYS], tl.float32), DTYPE)
         if FORMAT != "float":
-            scale_place = ((blocks * scale_block_stride)[:, None] + (offsets * scale_token_stride)[None, :]).reshape(
-                KEYS
-            )
+            scale_place = scales_start + blocks * scale_block_stride + offsets * scale_token_stride
             if MASKED:
                 k_scale = tl.load(key_scales + scale_place, mask=readable, other=0.0)
                 v_scale = tl.load(value_scales + scale_place, mask=readable, other=0.0)
@@ -144,8 +144,7 @@ def prefill_kernel(
 
     table = block_tables + row.to(tl.int64) * table_stride
     keys, values = key_cache + kv_head * cache_head_stride, value_cache + kv_head * cache_head_stride
-    k_scales = _of_head(key_scales, kv_head * scale_head_stride)
-    v_scales = _of_head(value_scales, kv_head * scale_head_stride)
+    scales_start = kv_head * scale_head_stride
     positions = context + queries
     begin = 0
     seen = 0
@@ -159,7 +158,7 @@ def prefill_kernel(
         inside = tl.minimum(inside, tl.cdiv(last + 1, KEYS) * KEYS)
         peak, total, acc = _attend(
             peak, total, acc, q, begin, inside, seen, last + 1, positions,
-            table, keys, values, k_scales, v_scales,
+            table, keys, values, key_scales, value_scales, scales_start,
             cache_block_stride, cache_token_stride, scale_block_stride, scale_token_stride, inner, factor,
             WINDOW, SOFT_CAP, FORMAT, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, True,
         )  # fmt: skip
@@ -167,13 +166,13 @@ def prefill_kernel(
         middle = tl.maximum(middle, inside)
     peak, total, acc = _attend(
         peak, total, acc, q, begin, middle, seen, last + 1, positions,
-        table, keys, values, k_scales, v_scales,
+        table, keys, values, key_scales, value_scales, scales_start,
         cache_block_stride, cache_token_stride, scale_block_stride, scale_token_stride, inner, factor,
         WINDOW, SOFT_CAP, FORMAT, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, False,
     )  # fmt: skip
     peak, total, acc = _attend(
         peak, total, acc, q, middle, last + 1, seen, last + 1, positions,
-        table, keys, values, k_scales, v_scales,
+        table, keys, values, key_scales, value_scales, scales_start,
         cache_block_stride, cache_token_stride, scale_block_stride, scale_token_stride, inner, factor,
         WINDOW, SOFT_CAP, FORMAT, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, True,
     )  # fmt: skip
@@ -193,15 +192,6 @@ def _nothing_seen(sinks, heads, counted, ROWS: tl.constexpr, DIM: tl.constexpr):
         peak = tl.where(counted, sink, peak)
         total = tl.where(counted, total + 1.0, total)
     return peak, total, tl.zeros([ROWS, DIM], tl.float32)
-
-
-@triton.jit
-def _of_head(pointer, offset):
-    """A pointer that may be None, moved."""
-    if pointer is None:
-        return pointer
-    else:
-        return pointer + offset
 
 
 @triton.jit
@@ -259,11 +249,10 @@ def decode_kernel(
     peak, total, acc = _nothing_seen(sinks, heads, split == 0, ROWS, DIM)
     table = block_tables + row.to(tl.int64) * table_stride
     keys, values = key_cache + kv_head * cache_head_stride, value_cache + kv_head * cache_head_stride
-    k_scales = _of_head(key_scales, kv_head * scale_head_stride)
-    v_scales = _of_head(value_scales, kv_head * scale_head_stride)
+    scales_start = kv_head * scale_head_stride
     peak, total, acc = _attend(
         peak, total, acc, q, start, end, seen, end, tl.zeros([ROWS], tl.int32) + (seq_len - 1),
-        table, keys, values, k_scales, v_scales,
+        table, keys, values, key_scales, value_scales, scales_start,
         cache_block_stride, cache_token_stride, scale_block_stride, scale_token_stride, inner, factor,
         WINDOW, SOFT_CAP, FORMAT, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, True,
     )  # fmt: skip

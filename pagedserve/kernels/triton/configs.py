@@ -76,7 +76,8 @@ def decode_tile(heads: Heads, capability: int) -> Tile:
     if heads.kv_dtype.itemsize > 1:
         return tile
     # Codes pass through registers to become floats: fewer at once.
-    return replace(tile, keys=max(16, tile.keys // 2), ctas_per_sm=min(tile.ctas_per_sm, 3))
+    ctas_per_sm = min(tile.ctas_per_sm, 3 if capability >= 90 else 2)
+    return replace(tile, keys=max(16, tile.keys // 2), ctas_per_sm=ctas_per_sm)
 
 
 def _power_of_two(n: int) -> int:
