@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from safetensors.torch import save_file
 from pagedserve.errors import ModelLoadError
 from pagedserve.models import loader
 from pagedserve.models.sources import DummySource, SafetensorsSource
-from pagedserve.models.streaming import StreamedSource
+from pagedserve.models.streaming import Staging, StreamedSource
 from pagedserve.quantization.none import DenseMethod
 from tests.helpers.checkpoints import tiny_llama
 from tests.helpers.hf_checkpoints import write_random
@@ -83,6 +86,53 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     source.close()
 
 
+class Stream:
+    """A stream that copies whenever it likes: only who waits for its events may touch what it reads."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[object] = []
+        self.events: list[SimpleNamespace] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited_for.append(other)
+
+    def record_event(self) -> SimpleNamespace:
+        event = SimpleNamespace(done=False)
+        event.synchronize = lambda: setattr(event, "done", True)
+        self.events.append(event)
+        return event
+
+
+def test_a_buffer_is_filled_again_only_when_it_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(i * 7 % 251 for i in range(1000))
+    (tmp_path / "file").write_bytes(content)
+    staging, side, current = Staging(CPU, 64), Stream(), Stream()
+    staging._stream = side
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    read, reads = staging._read, []
+
+    def watched(staged: torch.Tensor, *arguments: object) -> None:
+        # Of all copies but the one out of the other buffer, the end was waited for.
+        assert all(event.done for event in side.events[:-1])
+        reads.append(staged.data_ptr())
+        read(staged, *arguments)
+
+    monkeypatch.setattr(staging, "_read", watched)
+    target = torch.zeros(1000, dtype=torch.uint8)
+    with (tmp_path / "file").open("rb") as file:
+        for _ in range(2):
+            staging.fill(target.zero_(), file.fileno(), 0, tmp_path / "file")
+            assert bytes(target.tolist()) == content
+    assert len(reads) == 2 * 16
+    assert all(first != second for first, second in itertools.pairwise(reads))
+    # The side stream waits for what used the target's memory before, and what comes after waits for the copies.
+    assert side.waited_for == [current, current]
+    assert current.waited_for == [side, side]
+    staging.close()
+    assert all(event.done for event in side.events)
+
+
 def test_integers_are_refused(tmp_path: Path) -> None:
     save_file({"codes": torch.zeros(4, dtype=torch.int32)}, tmp_path / "a.safetensors")
     source = StreamedSource([tmp_path / "a.safetensors"], CPU)
@@ -146,6 +196,4 @@ def test_mapped_files_are_still_what_cpus_read(tmp_path: Path) -> None:
 
 
 def _files(folder: Path) -> object:
-    from types import SimpleNamespace
-
     return SimpleNamespace(kind="safetensors", weight_files=(folder / "a.safetensors",))
