@@ -36,8 +36,8 @@ def all_cases(check: Check) -> list[tuple[str, object]]:
     found = []
     for module_name in cases.MODULES:
         module = module_name.rpartition(".")[2]
-        if module == "cuda" and not check.on_gpu:
-            check.skip("cuda: cases", "they run on a card; pytest runs them on an emulation")
+        if module.startswith("cuda") and not check.on_gpu:
+            check.skip(f"{module}: cases", "they run on a card; pytest runs them on an emulation")
             continue
         try:
             made = import_module(module_name).cases()
