@@ -78,7 +78,8 @@ class CacheConfig:
     num_device_blocks: int | None = flag(None, help="size of the KV pool in blocks (tests and experiments)")
     kv_cache_dtype: str = flag(
         "auto",
-        help="type of keys and values (int8, fp8_e4m3: a scale per token and head; fp8 is the latter, on GPUs)",
+        help="type of keys and values (auto: float16 on CPUs, as activations on GPUs; int8, fp8_e4m3: a scale per "
+        "token and head; fp8 is the latter, on GPUs)",
         choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8"),
     )
     swap_space: str = flag("4GiB", help="host pool for preempted requests (never larger than the KV pool); 0: none")

@@ -34,7 +34,7 @@ def plan_loading(
     """
     device = torch.device("cuda") if device_bytes is not None else _device_here(model.device)
     dtype = activation_dtype(model.dtype, device, files)
-    kv_dtype = kv_cache_dtype(cache, dtype)
+    kv_dtype = kv_cache_dtype(cache, dtype, device)
     config = parse_config(files, model.model_impl)
     max_model_len = resolve_max_model_len(config.max_model_len, model.max_model_len)
     spec = config.attention_spec(block_size=cache.block_size, dtype=dtype, kv_cache_dtype=kv_dtype, device=device)

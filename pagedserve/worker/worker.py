@@ -71,7 +71,7 @@ class Worker:
         self._vocab_limit = vocab_limit
         self._device = _device(model.device)
         self._dtype = activation_dtype(model.dtype, self._device, files)
-        self._kv_dtype = kv_cache_dtype(cache, self._dtype)
+        self._kv_dtype = kv_cache_dtype(cache, self._dtype, self._device)
         self._model: Any = None
         self._attention: AttentionBackend | None = None
         self._memory = CudaDevice(self._device) if self._device.type == "cuda" else Device()
@@ -306,11 +306,12 @@ def activation_dtype(name: str, device: torch.device, files: ModelFiles) -> torc
     return torch.float16 if stored == "float16" else torch.bfloat16
 
 
-def kv_cache_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type of keys and values: by default that of the activations."""
+def kv_cache_dtype(cache: CacheConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of keys and values: by default float16 on CPUs, where activations are float32 and reading the cache
+    is what many sequences wait for; on GPUs that of the activations."""
     match cache.kv_cache_dtype:
         case "auto":
-            return dtype
+            return torch.float16 if device.type == "cpu" and dtype is torch.float32 else dtype
         case "fp8" | "fp8_e4m3":
             return torch.float8_e4m3fn
         case name:

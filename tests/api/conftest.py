@@ -101,6 +101,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A real server of a random model whose answers depend on all of the prompt."""
     flags = ("--max-num-seqs", "64", "--num-device-blocks", "800", "--num-threads", "1", "--served-model-name", "tiny")
+    flags += ("--kv-cache-dtype", "float32")  # its numbers are compared with transformers' in fp32
     with server_process(tiny_model, *flags, log=tmp_path_factory.mktemp("log") / "tiny.log") as server:
         yield server
 

@@ -34,7 +34,7 @@ def reference(model: Path) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), num_device_blocks=200, num_threads=1) as llm:
+    with LLM(str(model), num_device_blocks=200, num_threads=1, kv_cache_dtype="float32") as llm:
         yield llm
 
 
@@ -88,7 +88,8 @@ def test_eight_searches_at_once_give_what_each_gives_alone(
 ) -> None:  # C040
     prompts = [[(i * 7 + t * 3) % 300 + 5 for t in range(3 + 5 * i)] for i in range(8)]
     asked = [params(2 + i % 3, 1.0, False) for i in range(8)]
-    with LLM(str(model), **{"num_device_blocks": 200, "num_threads": 1, **settings}) as llm:
+    exact = {"num_device_blocks": 200, "num_threads": 1, "kv_cache_dtype": "float32"}
+    with LLM(str(model), **{**exact, **settings}) as llm:
         outputs = llm.generate(prompts, asked, use_tqdm=False)
         if settings:
             assert llm.engine.client.core.scheduler.stats().num_preemptions > 0
@@ -99,7 +100,9 @@ def test_eight_searches_at_once_give_what_each_gives_alone(
 def test_beams_of_the_demo_model() -> None:
     """Trained weights, where scores lie close together: ids and score of each beam."""
     asked = SamplingParams(n=4, beam=BeamParams(width=4), max_tokens=10, temperature=0.0)
-    with LLM(model=str(demo_model()), weights_dtype="float32", kv_cache_memory="256MiB") as llm:
+    with LLM(
+        model=str(demo_model()), weights_dtype="float32", kv_cache_dtype="float32", kv_cache_memory="256MiB"
+    ) as llm:
         [output] = llm.generate("The capital of France is", asked, use_tqdm=False)
     prompt = output.prompt_token_ids
     with torch.inference_mode():

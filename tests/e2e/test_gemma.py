@@ -48,7 +48,9 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def exact(path: Path) -> Iterator[LLM]:
-    with LLM(model=str(path), weights_dtype="float32", kv_cache_memory="128MiB", max_model_len=1024) as llm:
+    with LLM(
+        model=str(path), weights_dtype="float32", kv_cache_dtype="float32", kv_cache_memory="128MiB", max_model_len=1024
+    ) as llm:
         yield llm
 
 

@@ -40,7 +40,8 @@ def greedy(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], lis
 
 def answers_of(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
     """Prompts alone, two together, and all together; each must be answered alike."""
-    with LLM(str(folder), **{"kv_cache_memory": "8MiB", "num_threads": 1, **settings}) as llm:
+    exact = {"kv_cache_memory": "8MiB", "num_threads": 1, "kv_cache_dtype": "float32"}
+    with LLM(str(folder), **{**exact, **settings}) as llm:
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
         for count in (1, 2):
             few = llm.generate(prompts[:count], GREEDY, use_tqdm=False)

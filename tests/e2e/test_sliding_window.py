@@ -72,7 +72,8 @@ def made(kind: str, prompts: list[list[int]], tmp_path_factory: pytest.TempPathF
 
 
 def load(folder: Path, **settings: Any) -> LLM:
-    return LLM(str(folder), **{"num_device_blocks": 400, "num_threads": 1, "watermark": 0.0, **settings})
+    exact = {"num_device_blocks": 400, "num_threads": 1, "watermark": 0.0, "kv_cache_dtype": "float32"}
+    return LLM(str(folder), **{**exact, **settings})
 
 
 def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:

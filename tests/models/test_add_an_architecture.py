@@ -43,7 +43,7 @@ def test_it_computes_what_transformers_does(installed: None, tmp_path: Path, bia
     for chunk in (1, 7, 64):
         found = PagedModel(tmp_path / "model", impl="native").logits(PROMPT, chunk=chunk)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    with LLM(str(tmp_path / "model"), num_device_blocks=32, num_threads=1, model_impl="native") as llm:
+    with LLM(str(tmp_path / "model"), num_device_blocks=32, model_impl="native", kv_cache_dtype="float32") as llm:
         (output,) = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
     assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
 

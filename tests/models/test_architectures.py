@@ -308,7 +308,9 @@ def test_steps_are_captured_as_a_program(oracle: Oracle, request: pytest.Fixture
     if not native.available():
         pytest.skip("steps are captured with the native CPU library, which is not built")
     is_mixture = CASES[request.node.callspec.params["oracle"]].model_type in MIXTURES
-    with LLM(str(oracle.folder), num_device_blocks=64, num_threads=1, model_impl="native") as llm:
+    with LLM(
+        str(oracle.folder), num_device_blocks=64, num_threads=1, model_impl="native", kv_cache_dtype="float32"
+    ) as llm:
         op_names = llm.engine.client.core._executor._worker._runner._runner.graph.op_names
     assert op_names
     assert is_mixture == ("ps_experts_sum" in op_names) == ("ps_route" in op_names)
@@ -359,7 +361,8 @@ def test_the_engine_answers_as_transformers(
     settings = {"max_num_batched_tokens": chunk, "enable_prefix_caching": prefix_cache, "max_num_seqs": 4}
     if case.max_model_len is not None:
         settings["max_model_len"] = case.max_model_len
-    with LLM(str(oracle.folder), num_device_blocks=64, num_threads=1, model_impl="native", **settings) as llm:
+    settings = {"num_device_blocks": 64, "num_threads": 1, "kv_cache_dtype": "float32", **settings}
+    with LLM(str(oracle.folder), model_impl="native", **settings) as llm:
         for prompts in ([oracle.prompt], [oracle.prompt, oracle.prompt[:20]]):
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert outputs[0].outputs[0].token_ids == oracle.output

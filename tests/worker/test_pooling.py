@@ -46,7 +46,7 @@ def expected(folder: Path, params: PoolingParams) -> list[torch.Tensor]:
     ids=str,
 )
 def test_vectors_are_those_of_transformers(folder: Path, params: PoolingParams) -> None:
-    with LLM(str(folder), max_num_batched_tokens=32) as llm:
+    with LLM(str(folder), max_num_batched_tokens=32, kv_cache_dtype="float32") as llm:
         found = llm.embed(PROMPTS, params, use_tqdm=False)
     for vector, wanted in zip(found, expected(folder, params), strict=True):
         torch.testing.assert_close(torch.tensor(vector), wanted, atol=2e-5, rtol=1e-4)
@@ -91,7 +91,7 @@ def test_a_checkpoint_without_a_head_serves_embeddings_and_says_that_it_generate
     del tensors["lm_head.weight"]
     body = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     write_checkpoint(tmp_path, config, body)
-    with LLM(str(tmp_path), model_impl=impl) as llm:
+    with LLM(str(tmp_path), model_impl=impl, kv_cache_dtype="float32") as llm:
         found = llm.embed(PROMPTS, use_tqdm=False)
         with pytest.raises(RequestError, match="no output head"):
             llm.generate("hello", use_tqdm=False)

@@ -106,7 +106,8 @@ def test_greedy_equals_transformers(checkpoint: Path, backend: str | None) -> No
 
 
 def test_plan_counts_what_the_pools_will_hold(checkpoint: Path) -> None:
-    worker = make_worker(checkpoint, cache={"num_device_blocks": 9, "block_size": 8})
+    cache = {"num_device_blocks": 9, "block_size": 8, "kv_cache_dtype": "float32"}
+    worker = make_worker(checkpoint, cache=cache)
     plan = worker.plan_memory()
     # Keys and values, 2 layers, 2 KV heads of 16, float32.
     assert plan.spec.bytes_per_block == 2 * 2 * 2 * 16 * 4 * 8
@@ -120,10 +121,11 @@ def test_plan_counts_what_the_pools_will_hold(checkpoint: Path) -> None:
 
 
 def test_half_precision_kv_halves_the_blocks(checkpoint: Path) -> None:
-    whole = make_worker(checkpoint).plan_memory().spec
+    whole = make_worker(checkpoint, cache={"kv_cache_dtype": "float32"}).plan_memory().spec
     half = make_worker(checkpoint, cache={"kv_cache_dtype": "bfloat16"}).plan_memory().spec
-    assert half.dtype == "bfloat16"
-    assert 2 * half.bytes_per_block == whole.bytes_per_block
+    default = make_worker(checkpoint).plan_memory().spec
+    assert (half.dtype, default.dtype) == ("bfloat16", "float16")
+    assert 2 * half.bytes_per_block == 2 * default.bytes_per_block == whole.bytes_per_block
 
 
 def test_an_8_bit_kv_cache_counts_its_scales(checkpoint: Path) -> None:
