@@ -209,7 +209,7 @@ def write_kv(
     if kv_cache.dtype not in LARGEST_CODES:
         if kv_cache.dtype is torch.float16:  # held within its range: an infinity would make all later answers NaN
             largest = torch.finfo(torch.float16).max
-            key, value = key.clamp(-largest, largest), value.clamp(-largest, largest)
+            key, value = key.float().clamp(-largest, largest), value.float().clamp(-largest, largest)
         keys[blocks, :, offsets] = key[kept].to(keys.dtype)
         values[blocks, :, offsets] = value[kept].to(values.dtype)
         return

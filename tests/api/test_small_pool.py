@@ -25,6 +25,7 @@ GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cac
 def tight(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The model of `tiny` with 12 blocks: two of the sequences below, not six."""
     flags = ("--num-device-blocks", str(NUM_BLOCKS), "--num-threads", "1", "--served-model-name", "tiny")
+    flags += ("--kv-cache-dtype", "float32")  # as the roomy one
     steps = ("--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--watermark", "0")
     with server_process(tiny_model, *flags, *steps, log=tmp_path_factory.mktemp("log") / "tight.log") as server:
         yield server

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagedserve import LLM, SamplingParams
+from tests.helpers import cuda_emulation
 from tests.helpers.hf_checkpoints import write_random
 from tests.models.test_architectures import CASES
 
@@ -28,18 +29,19 @@ def generate(folder: Path, num_tokens: int) -> list[list[int]]:
     plain = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     # One of the two asks for all that is done to logits and told of them.
     wishes = replace(plain, logprobs=3, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={11: 3.0})
-    with LLM(str(folder), dtype="float32", **SETTINGS) as llm:
+    backend = "cuda" if "PAGEDSERVE_CUDA_LIBRARY" in os.environ else None
+    with LLM(str(folder), dtype="float32", attention_backend=backend, **SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, [wishes, plain], use_tqdm=False)
     likely = [[entry.token_ids for entry in output.outputs[0].logprobs or ()] for output in outputs]
     return [output.outputs[0].token_ids for output in outputs] + likely
 
 
-def interpreted(folders: list[Path], num_tokens: int) -> dict[str, list[list[int]]]:
+def interpreted(folders: list[Path], num_tokens: int, **environment: str) -> dict[str, list[list[int]]]:
     """The same by Triton's interpreter, which has to be chosen before a process starts. Keys: names of the folders."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.test_triton_interpreter", str(num_tokens), *map(str, folders)],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -62,6 +64,18 @@ def check(folder: Path, names: list[str], num_tokens: int) -> None:
 
 def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     check(tmp_path, list(USUAL), num_tokens=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_of_emulated_cuda_kernels_are(tmp_path: Path) -> None:
+    """Decode by csrc/cuda on the CPU, all else by Triton's interpreter: a batch, from prompts to the last token."""
+    case = CASES["llama"]
+    folder = tmp_path / "wide"
+    write_random(folder, case.model_type, tokenizer=True, **{**case.sizes, **case.changes, "head_dim": 64})
+    wanted = generate(folder, 4)
+    library = str(cuda_emulation.build())
+    assert interpreted([folder], 4, PAGEDSERVE_CUDA_LIBRARY=library) == {folder.name: wanted}
 
 
 @pytest.mark.slow

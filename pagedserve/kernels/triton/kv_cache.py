@@ -143,6 +143,8 @@ def _write_scales(limit, scales, scale_places, real, FORMAT: tl.constexpr):
 def _write_codes(x, cache, places, dims, mask, factor, FORMAT: tl.constexpr):
     place = cache + places[:, None] + dims[None, :]
     if FORMAT == "float":
+        if cache.dtype.element_ty == tl.float16:  # held within its range; NaN stays
+            x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
         tl.store(place, narrow(x, cache.dtype.element_ty), mask=mask)
     else:
         tl.store(place, encode(x, factor[:, None], FORMAT), mask=mask)
