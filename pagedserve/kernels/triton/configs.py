@@ -63,10 +63,13 @@ _DECODE_FP32 = {(0, 256): _DECODE[0, 256], (80, 128): Tile(16, 32, 4, 1, 2), (80
 def prefill_tile(heads: Heads, capability: int) -> Tile:
     """For rows of several queries."""
     tile = _choose(_PREFILL_FP32 if heads.dtype is torch.float32 else _PREFILL, heads.head_dim, capability)
-    # Before sm_90 codes of wide heads leave no registers for as many rows.
-    crowded = heads.kv_dtype.itemsize == 1 and 80 <= capability < 90 and heads.head_dim > 64
-    rows = min(tile.rows, 64) if crowded else tile.rows
-    return replace(tile, rows=max(rows, _power_of_two(heads.group)))
+    if heads.kv_dtype.itemsize == 1 and capability >= 80:
+        # Codes that become floats leave fewer registers: half the rows a warp, but for wide heads on sm_90.
+        if capability >= 90 and heads.head_dim <= 64:
+            tile = replace(tile, num_warps=8, ctas_per_sm=1)
+        elif capability < 90 and heads.head_dim > 64:
+            tile = replace(tile, rows=min(tile.rows, 64))
+    return replace(tile, rows=max(tile.rows, _power_of_two(heads.group)))
 
 
 def decode_tile(heads: Heads, capability: int) -> Tile:
