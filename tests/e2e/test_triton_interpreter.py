@@ -21,7 +21,13 @@ ROOT = Path(__file__).parents[2]
 # rotary part of a head; normalised heads.
 USUAL = ("llama", "gemma2", "opt")
 PROMPTS = [[5, 9, 40, 7, 300, 12, 12, 80, 33], [17]]
-SETTINGS = {"num_device_blocks": 16, "num_threads": 1, "max_model_len": 64, "max_num_seqs": 2}
+SETTINGS = {
+    "kv_cache_dtype": "float32",
+    "num_device_blocks": 16,
+    "num_threads": 1,
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+}
 
 
 def generate(folder: Path, num_tokens: int) -> list[list[int]]:
