@@ -138,10 +138,11 @@ class LinearWeightStruct(_Struct):
 # ---- the library ------------------------------------------------------------------------------------------
 
 
-def _find() -> Path | None:
+def installed(name: str) -> Path | None:
+    """The file of a library that was built with this package, or None."""
     # An editable install has two entries: the source tree, and site-packages with what CMake built.
     for entry in pagedserve.__path__:
-        candidate = Path(entry) / "lib" / LIBRARY_NAME
+        candidate = Path(entry) / "lib" / name
         if candidate.is_file():
             return candidate
     return None
@@ -175,7 +176,7 @@ def library() -> ctypes.CDLL | None:
     # Where Triton is interpreted, the CPU stands in for a GPU.
     if envs.native_disabled() or envs.triton_interpreted():
         return None
-    path = _find()
+    path = installed(LIBRARY_NAME)
     if path is None:
         logger.warning("no native CPU kernels in this install (no C++ compiler?): running on slower torch ops")
         return None

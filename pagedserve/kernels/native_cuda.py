@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-import pagedserve
 from pagedserve import envs
 from pagedserve.errors import ConfigError
+from pagedserve.kernels import native
 from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
@@ -94,12 +94,7 @@ def _find() -> Path | None:
         if not chosen.is_file():
             raise ConfigError(f"PAGEDSERVE_CUDA_LIBRARY={chosen}: there is no such file")
         return chosen
-    # An editable install has two entries: the source tree, and site-packages with what CMake built.
-    for entry in pagedserve.__path__:
-        candidate = Path(entry) / "lib" / LIBRARY_NAME
-        if candidate.is_file():
-            return candidate
-    return None
+    return native.installed(LIBRARY_NAME)
 
 
 def _bind(path: Path) -> ctypes.CDLL:
