@@ -15,7 +15,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import typing
+from collections.abc import Callable
 
 from pagedserve import log as log_module
 from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, ChannelFormatError, Codec
@@ -44,7 +46,7 @@ STALLED_WAIT_SECONDS = 0.005
 
 def serve(channel: BlockingChannel) -> int:
     """Wait for StartCore, build the core, loop until Shutdown or the parent's end. The exit code of the process."""
-    inbox = Inbox(channel)
+    inbox = Inbox(channel, at_end=_end_process)
     inbox.start()
     try:
         core = _start(channel, inbox)
@@ -120,10 +122,11 @@ def run(core: EngineCore, inbox: Inbox) -> None:
 
 
 class Inbox:
-    """Messages of the channel in the order they came, read by a thread of its own."""
+    """Messages of the channel in the order they came, read by a thread of its own, which calls `at_end` last."""
 
-    def __init__(self, channel: BlockingChannel):
+    def __init__(self, channel: BlockingChannel, at_end: Callable[[], None]):
         self._channel = channel
+        self._at_end = at_end
         self._queue: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._read, name="inbox", daemon=True)
 
@@ -161,9 +164,13 @@ class Inbox:
         except ChannelFormatError:
             log.exception("the API process sent a message that cannot be read")
         self._queue.put(None)
-        # The loop ends by itself between two steps; a step that hangs, or a model that still loads, must not hold us.
-        threading.Event().wait(GRACE_SECONDS)
-        os._exit(1)
+        self._at_end()
+
+
+def _end_process() -> None:
+    # The loop ends by itself between two steps; a step that hangs, or a model that still loads, must not hold us.
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
 
 
 def _one_line(error: Exception) -> str:

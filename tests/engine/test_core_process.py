@@ -59,15 +59,12 @@ class Loop:
     """`run` in a thread of its own, with the API's end of the channel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        # The reader ends the process a while after its channel, which would be this process.
-        monkeypatch.setattr(core_process.os, "_exit", lambda code: None)
-        monkeypatch.setattr(core_process, "GRACE_SECONDS", 0.0)
         monkeypatch.setattr(core_process, "IDLE_CHECK_SECONDS", 0.05)
         monkeypatch.setattr(core_process, "QUIET_SECONDS", 0.01)
         ours, theirs = socket_pair()
         self.api = BlockingChannel(ours, Codec(sends=TO_CORE, receives=FROM_CORE))
         self.their_end = BlockingChannel(theirs, Codec(sends=FROM_CORE, receives=TO_CORE))
-        self.inbox = Inbox(self.their_end)
+        self.inbox = Inbox(self.their_end, at_end=lambda: None)
         self.inbox.start()
         self.core: Any = RecordingCore()
         self.outcome: list[BaseException | None] = []
@@ -95,6 +92,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     if loop.thread.ident:
         loop.thread.join(10)
     loop.inbox._thread.join(10)
+    assert not loop.inbox._thread.is_alive()
     loop.their_end.close()
 
 
@@ -178,9 +176,8 @@ def test_a_message_that_cannot_be_read_ends_the_loop(loop: Loop) -> None:
     assert isinstance(loop.outcome[0], ChannelClosedError)
 
 
-def test_the_collector_works_again_once_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_works_again_once_the_model_is_loaded(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """`core_main` switches it off for the start; what was made until then is not walked any more."""
-    loop = Loop(monkeypatch)
     ready = Ready(plan=PLAN, max_model_len=16)
     monkeypatch.setattr(core_process, "build_core", lambda *args: (loop.core, ready))
     monkeypatch.setattr(core_process, "PRELOAD", "json")
@@ -192,8 +189,6 @@ def test_the_collector_works_again_once_the_model_is_loaded(monkeypatch: pytest.
     finally:
         gc.enable()
         gc.unfreeze()
-        loop.api.close()
-        loop.their_end.close()
 
 
 def test_what_begins_the_core_is_light() -> None:
