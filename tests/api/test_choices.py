@@ -168,7 +168,7 @@ def test_the_official_client_raises_an_error_that_comes_midway(front: Front) -> 
 
     thread = threading.Thread(target=neighbour)
     thread.start()
-    assert has_begun.wait(10)
+    assert has_begun.wait(60)
     with openai.OpenAI(base_url=f"{front.base_url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(model="fake", prompt="fail EngineStepError 3", stream=True)
         with pytest.raises(openai.APIError) as caught:
@@ -176,5 +176,5 @@ def test_the_official_client_raises_an_error_that_comes_midway(front: Front) -> 
                 pass
     assert "EngineStepError" in caught.value.message
     assert caught.value.body is not None
-    thread.join(10)
+    thread.join(60)
     assert "".join(texts).strip() == long_text.strip()

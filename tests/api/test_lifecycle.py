@@ -73,7 +73,7 @@ def lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -130,9 +130,9 @@ def test_a_second_signal_ends_at_once(server: ServerProcess) -> None:  # C103
     reader = Reader(server, n=8)
     assert reader.has_begun.wait(30)
     server.process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    wait_for(lambda: "shutting down" in server.output)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     reader.join()
     assert check_stream(reader.raw, chat=False).error is not None
 
@@ -144,9 +144,9 @@ def test_a_stuck_core_and_a_dead_one_are_a_503_and_nobody_waits(tiny_model: Path
     ):
         (core,) = children(server)
         core.suspend()
-        wait_for(lambda: client.get("/health").status_code == 503, seconds=20)
+        wait_for(lambda: client.get("/health").status_code == 503)
         core.resume()
-        wait_for(lambda: client.get("/health").status_code == 200, seconds=20)
+        wait_for(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
         readers = [Reader(server, n=8) for _ in range(3)]
@@ -154,7 +154,7 @@ def test_a_stuck_core_and_a_dead_one_are_a_503_and_nobody_waits(tiny_model: Path
             assert reader.has_begun.wait(30)
         core.kill()
         for reader in readers:
-            reader.join(10)
+            reader.join()
             stream = check_stream(reader.raw, chat=False)
             assert stream.error is not None
             assert stream.error["type"] == "service_unavailable_error"
@@ -185,9 +185,9 @@ def _health(client: httpx.Client, statuses: set[int]) -> int:
 def test_sigterm_while_the_model_loads(tiny_model: Path, tmp_path: Path) -> None:  # C103
     server = ServerProcess(tiny_model, *FLAGS, log=tmp_path / "log")
     try:
-        wait_for(lambda: _answers(server), seconds=60)
+        wait_for(lambda: _answers(server))
         descendants = children(server)
-        assert server.terminate(20) == 0
+        assert server.terminate() == 0
         wait_for(lambda: not any(map(lives, descendants)))
     finally:
         if server.process.poll() is None:

@@ -41,14 +41,14 @@ def gauge(samples: dict[str, float], name: str) -> float:
     return samples[f'{name}{{model_name="tiny"}}']
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
 
 
-def wait_idle(server: ServerProcess, seconds: float = 10.0) -> None:
+def wait_idle(server: ServerProcess, seconds: float = 60.0) -> None:
     with httpx.Client(base_url=server.base_url) as client:
         wait_for(lambda: not any(gauge(totals(client), name) for name in GAUGES), seconds)
 
@@ -183,7 +183,7 @@ def test_gauges_fall_when_every_client_leaves_at_once(tight: ServerProcess) -> N
 
     with httpx.Client(base_url=tight.base_url) as watch:
         asyncio.run(leave())
-    wait_idle(tight, seconds=5)
+    wait_idle(tight)
 
 
 def test_totals_are_the_sums_of_what_clients_were_told(tight: ServerProcess) -> None:

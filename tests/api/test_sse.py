@@ -19,7 +19,7 @@ from tests.helpers.streams import check_error, check_stream
 USAGE = {"include_usage": True}
 
 
-def wait_idle(front: Front, seconds: float = 5.0) -> None:
+def wait_idle(front: Front, seconds: float = 60.0) -> None:
     """The engine has nobody to answer any more."""
     deadline = time.monotonic() + seconds
     while front.engine.live or len(front.state.in_flight):

@@ -222,7 +222,9 @@ def test_a_client_that_leaves_while_its_grammar_compiles(server: ServerProcess, 
     schema = {"enum": [f"another string {i}" for i in range(9_000)]}
     with pytest.raises(httpx.TimeoutException):
         client.post(
-            "/v1/completions", json={"prompt": "a", "max_tokens": 400, "n": 8, "guided_json": schema}, timeout=0.02
+            "/v1/completions",
+            json={"prompt": "a", "max_tokens": 400, "n": 8, "guided_json": schema},
+            timeout=httpx.Timeout(60, read=0.02),
         )
     limit = time.monotonic() + 60
     while time.monotonic() < limit:

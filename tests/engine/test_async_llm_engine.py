@@ -72,7 +72,7 @@ async def ids_of(engine: AsyncLLMEngine, prompt: str | list[int], params: Sampli
     return (await collect(engine.generate(prompt, params)))[-1].outputs[0].token_ids
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -223,7 +223,7 @@ async def test_gauges_fall_when_all_clients_leave_at_once(engine: AsyncLLMEngine
     def gauges() -> list[float | None]:
         return [metrics.registry.get_sample_value(name, {"model_name": "tiny"}) for name in names]
 
-    await until(lambda: gauges() == [0, 0, 0], seconds=2.0)
+    await until(lambda: gauges() == [0, 0, 0])
 
 
 async def test_counters_agree_with_usage(engine: AsyncLLMEngine, metrics: EngineMetrics) -> None:
@@ -298,7 +298,7 @@ async def test_when_the_core_is_killed_nobody_waits(tiny_model: Path) -> None:
         await until(lambda: engine.stats.num_running == 6)
         assert engine.core_pid is not None
         os.kill(engine.core_pid, signal.SIGKILL)
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert [type(result) for result in results] == [EngineDeadError] * 6
         assert "signal 9" in str(results[0])
         assert engine.is_dead and not engine.is_ready
@@ -379,7 +379,7 @@ async def test_the_core_does_not_outlive_its_parent(tiny_model: Path) -> None:
     parent.kill()
     await asyncio.to_thread(parent.wait)
     parent.stdout.close()
-    await until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, seconds=5.0)
+    await until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE)
 
 
 async def test_the_core_ignores_the_signals_of_its_group(tiny_model: Path) -> None:

@@ -252,8 +252,9 @@ def test_an_ambiguous_grammar_ends_with_the_reason_before_its_masks_take_long(gr
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = StructuredOutputs(lambda: tokenizer, StructuredOutputConfig(grammar_timeout=0.2))
+    grammars = StructuredOutputs(lambda: tokenizer, StructuredOutputConfig())
     matcher(grammars, YES_NO)
+    monkeypatch.setattr(grammars, "_timeout", 0.2)
     done, compile_one = threading.Event(), grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda key: (done.wait(PATIENCE), compile_one(key))[1])
     slow = StructuredOutput.regex("slow")
@@ -261,6 +262,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(tokenizer: Tokenizer, monkeyp
     reason = settle(grammars)["r"]
     assert isinstance(reason, RequestError) and "--grammar-timeout" in reason.message
     # Once it is there, it is there for the next one.
+    monkeypatch.setattr(grammars, "_timeout", PATIENCE)
     assert grammars.begin(request(slow, "again")) is None
     done.set()
     assert isinstance(settle(grammars)["again"], Matcher)

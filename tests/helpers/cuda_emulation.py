@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,20 +34,26 @@ def build() -> Path:
     if library.is_file():
         return library
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait
+        if not library.is_file():
+            _build(compiler, sources, library)
+    return library
 
+
+def _build(compiler: str, sources: Sequence[Path], library: Path) -> None:
     def compiled(path: Path) -> Path:
-        target = folder / f"{path.name}.{os.getpid()}.o"
+        target = library.with_name(f"{path.name}.o")
         _run(compiler, *_OPTIONS, *_WARNINGS, *_INCLUDES, "-x", "c++", "-c", str(path), "-o", str(target))
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sources))
-    linked = folder / f"{os.getpid()}.so"
+    linked = library.with_name("linked.so")
     _run(compiler, "-shared", "-o", str(linked), *map(str, objects))
     linked.rename(library)
     for path in objects:
         path.unlink()
-    return library
 
 
 def _headers() -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 import socket
 import ssl
@@ -23,12 +24,17 @@ from pagedserve.api.http_protocol import NoUpgradeProtocol
 STARTUP_SECONDS = 120.0
 
 
+# Below what systems give to outgoing connections: between our look and the server's bind nobody is given the port.
+PORTS = range(15_000, 32_000)
+
+
 def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on right now; two processes that ask at once get different ones, almost surely."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

@@ -22,14 +22,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine can run."""
+    """Runs the test once per instruction set that this machine can run, on two threads."""
     if not native.available():
         pytest.skip("the native library is not built in this environment")
     if request.param not in native.available_isas():
         pytest.skip(f"this CPU or this build cannot run {request.param} kernels")
+    before = native.num_threads()
+    native.set_num_threads(2)
     native.select_isa(request.param)
     yield request.param
     native.select_isa(None)
+    native.set_num_threads(before)
 
 
 @pytest.fixture(params=[1, 3])
