@@ -100,11 +100,8 @@ def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     tokens = metadata.get(f"{prefix}tokens", ())
     kinds = metadata.get(f"{prefix}token_type", ())
     # Llama 3 files name only one of their ends; the others are known by their text, if they are control tokens.
-    ends += [
-        i
-        for i, (t, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL_TOKEN and t in _TURN_END_TOKENS
-    ]
+    control = [i for i, kind in enumerate(kinds[: len(tokens)]) if kind == _CONTROL_TOKEN]
+    ends += [i for i in control if tokens[i] in _TURN_END_TOKENS]
     unique = list(dict.fromkeys(i for i in ends if i is not None))
     config = {
         "bos_token_id": metadata.get(f"{prefix}bos_token_id"),

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +87,39 @@ class TensorInfo:
         return [
             replace(self, shape=self.shape[1:], offset=self.offset + i * size, num_bytes=size) for i in range(count)
         ]
+
+
+class StringArray(Sequence[str]):
+    """The texts of a metadata entry, decoded when they are asked for: starts need a few of a vocabulary's 100,000."""
+
+    def __init__(self, view: memoryview, ends: array[int], start: int):
+        """Text i ends at `ends[i]` in `view`; each has its length, 8 bytes, in front of it, the first at `start`."""
+        self._view = view
+        self._ends = ends
+        self._start = start
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        before = self._ends[index - 1] if index else self._start
+        return str(self._view[before + 8 : self._ends[index]], "utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        view, before = self._view, self._start
+        for end in self._ends:
+            yield str(view[before + 8 : end], "utf-8", "replace")
+            before = end
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class GGUFFile:
@@ -326,20 +361,20 @@ class _HeaderReader:
             return self._strings(count, key)
         return [self._value(item_kind, key, depth + 1) for _ in range(count)]
 
-    def _strings(self, count: int, key: str) -> list[str]:
-        # The hot loop of the header (vocabulary and merges), hence without a call for each string.
-        unpack, view, at, size = struct.Struct("<Q").unpack_from, self._view, self._at, self._size
-        result = []
-        for _ in range(count):
-            if at + 8 > size:
-                self._cut_short(key)
-            start = at + 8
-            at = start + unpack(view, at)[0]
-            if at > size:
-                self._cut_short(key)
-            result.append(str(view[start:at], "utf-8", "replace"))
-        self._at = at
-        return result
+    def _strings(self, count: int, key: str) -> StringArray:
+        # The hot loop of the header (vocabulary and merges): it only finds where the texts are.
+        unpack, view, at = struct.Struct("<Q").unpack_from, self._view, self._at
+        ends = array("Q")
+        try:
+            for _ in range(count):
+                at += 8 + unpack(view, at)[0]
+                ends.append(at)
+        except (struct.error, OverflowError):  # behind the end of the file
+            self._cut_short(key)
+        if at > self._size:
+            self._cut_short(key)
+        start, self._at = self._at, at
+        return StringArray(view, ends, start)
 
     def _string(self, what: str) -> str:
         length = self._scalar("<Q", what)

@@ -39,8 +39,9 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 class ModelFiles:
     """A model that was found: where its files are and what its config says.
 
-    `kind` is "safetensors" or "gguf"; `path` the folder or the GGUF file; `config` and `generation_config` the contents
-    of the Hugging Face files of those names (made from metadata for GGUF); `weight_files` are in load order.
+    `kind` is "safetensors" or "gguf"; `path` the folder or the GGUF file, `gguf` the latter opened; `config` and
+    `generation_config` the contents of the Hugging Face files of those names (made from metadata for GGUF);
+    `weight_files` are in load order.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class ModelFiles:
     generation_config: dict[str, Any]
     weight_files: tuple[Path, ...]
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
+    gguf: GGUFFile | None = field(default=None, compare=False, repr=False)
 
     @property
     def has_head(self) -> bool:
@@ -110,6 +112,7 @@ def _from_gguf(
         config=file.config(),
         generation_config={**generation_defaults, **file.generation_config()},
         weight_files=(path,),
+        gguf=file,
     )
 
 

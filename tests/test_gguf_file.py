@@ -120,6 +120,18 @@ def test_metadata_equals_what_the_gguf_package_reads(tmp_path, config, tensors):
     }
 
 
+def test_texts_of_an_array_are_had_one_by_one_and_all_together(tmp_path, config, tensors):
+    texts = ["a", "", "é汉🦜", "last"]
+    path = small_file(tmp_path, config, tensors, metadata=lambda writer: writer.add_array("test.texts", texts))
+    found = GGUFFile(path).metadata["test.texts"]
+    assert len(found) == 4 and list(found) == texts and found == texts and found != texts[:3]
+    assert [found[i] for i in range(4)] == texts and [found[i] for i in range(-4, 0)] == texts
+    assert found[1:3] == texts[1:3] and found[::-1] == texts[::-1] and "last" in found
+    for index in (4, -5):
+        with pytest.raises(IndexError):
+            found[index]
+
+
 def test_large_alignment(tmp_path, config, tensors):
     file = GGUFFile(small_file(tmp_path, config, tensors, alignment=64))
     assert file.alignment == 64

@@ -40,6 +40,7 @@ from pagedserve.messages import (
     StopSequences,
     ToCore,
 )
+from pagedserve.model_files import ModelFiles
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
 from pagedserve.step import MemoryPlan, SchedulerOutput
@@ -265,15 +266,21 @@ def error_of(finished: FinishedRequest) -> PagedServeError | None:
 
 
 def build_core(
-    config: EngineConfig, vocab_limit: int | None, send: Send, clock: PhaseClock | None = None
+    config: EngineConfig,
+    vocab_limit: int | None,
+    send: Send,
+    clock: PhaseClock | None = None,
+    files: ModelFiles | None = None,
 ) -> tuple[EngineCore, Ready]:
-    """Load the model, size the pools, make the scheduler. `send` gets a Progress as each phase begins.
+    """Load the model, size the pools, make the scheduler. `send` gets a Progress as each phase begins; `files`: those
+    of the model, where they were found already.
 
     Raises ConfigError, ModelNotFoundError or ModelLoadError with one clear line.
     """
     clock = clock or PhaseClock(send)
-    clock.begin("finding the model")
-    files = model_files.resolve_model(config.model, log=log.info)
+    if files is None:
+        clock.begin("finding the model")
+        files = model_files.resolve_model(config.model, log=log.info)
     executor_class = EXECUTORS.resolve(config.parallel.executor)
     executor = executor_class(
         model=config.model, cache=config.cache, scheduler=config.scheduler, files=files, vocab_limit=vocab_limit

@@ -25,6 +25,8 @@ from pagedserve.engine.core import EngineCore, PhaseClock, build_core
 from pagedserve.errors import ConfigError, DeviceLostError, EngineDeadError, ModelLoadError, ModelNotFoundError
 from pagedserve.log import get_logger
 from pagedserve.messages import FromCore, StartCore, StartupFailed, ToCore
+from pagedserve.model_files import ModelFiles
+from pagedserve.registry import load
 
 log = get_logger(__name__)
 
@@ -33,6 +35,8 @@ FROM_CORE: tuple[type, ...] = typing.get_args(FromCore)
 
 # Heavy and sure to be needed: imported while the parent still looks for the model's files.
 PRELOAD = "pagedserve.worker.worker"
+# Meanwhile, in a thread: finds the model's files once the parent has said which, and begins to read them.
+AHEAD = "pagedserve.worker.ahead:begin"
 
 # What a step may still take when the parent is gone, before the process ends anyway.
 GRACE_SECONDS = 2.0
@@ -70,13 +74,12 @@ def serve(channel: BlockingChannel) -> int:
 def _start(channel: BlockingChannel, inbox: Inbox) -> EngineCore | None:
     clock = PhaseClock(channel.send)
     clock.begin("importing torch")
+    groundwork = Groundwork(inbox)
     _preload()
     clock.end()
-    start = inbox.wait()[0]
-    if not isinstance(start, StartCore):
-        raise ChannelFormatError(f"the first message must be StartCore, not {type(start).__name__}")
+    start = groundwork.start_message()
     try:
-        core, ready = build_core(start.config, start.vocab_limit, channel.send, clock)
+        core, ready = build_core(start.config, start.vocab_limit, channel.send, clock, groundwork.files)
     except ChannelClosedError:
         raise
     except (ConfigError, ModelNotFoundError, ModelLoadError) as error:
@@ -119,6 +122,38 @@ def run(core: EngineCore, inbox: Inbox) -> None:
             checked = is_ready = False
             if not core.step():
                 pause = STALLED_WAIT_SECONDS
+
+
+class Groundwork:
+    """A thread that takes StartCore and does what needs no torch, while that is imported."""
+
+    def __init__(self, inbox: Inbox):
+        self._inbox = inbox
+        self._start: ToCore | None = None
+        self._error: Exception | None = None
+        # None: they were not found. The core will look again, and tell what is wrong.
+        self.files: ModelFiles | None = None
+        self._thread = threading.Thread(target=self._run, name="groundwork", daemon=True)
+        self._thread.start()
+
+    def start_message(self) -> StartCore:
+        """Waits until all is done. ChannelClosedError: the parent is gone."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if not isinstance(self._start, StartCore):
+            raise ChannelFormatError(f"the first message must be StartCore, not {type(self._start).__name__}")
+        return self._start
+
+    def _run(self) -> None:
+        try:
+            self._start = self._inbox.wait()[0]
+        except ChannelClosedError as error:
+            self._error = error
+            return
+        if isinstance(self._start, StartCore):
+            with contextlib.suppress(Exception):
+                self.files = load(AHEAD)(self._start.config.model)
 
 
 class Inbox:

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 from pagedserve.engine.hf_tokenizer import frame_with_bos_eos
 from pagedserve.errors import ModelLoadError
-from pagedserve.gguf_file import GGUFFile
+from pagedserve.gguf_file import GGUFFile, StringArray
 from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
@@ -104,7 +104,7 @@ def convert(path: Path) -> dict[str, Any]:
 
 def _vocabulary(metadata: Mapping[str, Any], path: Path) -> tuple[list[str], list[int]]:
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
+    if not isinstance(tokens, StringArray) or not tokens:
         raise ModelLoadError(f"{path}: tokenizer.ggml.tokens is missing")
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if len(kinds) != len(tokens):
@@ -129,7 +129,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], path: Path) 
     if pre not in _SPLITS:
         raise ModelLoadError(f"{path}: tokenizer.ggml.pre {pre!r} is not supported; known: {', '.join(_SPLITS)}")
     merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
+    if not isinstance(merges, list | StringArray):
         raise ModelLoadError(f"{path}: tokenizer.ggml.merges is missing")
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]

@@ -6,14 +6,13 @@ the demo model, whose matrices are smaller than a huge page.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import threading
 
 import torch
 
+from pagedserve import huge_pages
+
 _CHUNK_BYTES = 32 << 20
-_HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64
 
 
@@ -35,11 +34,5 @@ def take(num_bytes: int) -> torch.Tensor:
 
 
 def _mapping(num_bytes: int) -> torch.Tensor:
-    size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE + _HUGE_PAGE
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):  # the next to take a piece may write to it outside of that mode
-        pages = torch.frombuffer(memory, dtype=torch.uint8)
-        return pages[-pages.data_ptr() % _HUGE_PAGE :]
+        return torch.from_numpy(huge_pages.reserve(num_bytes))

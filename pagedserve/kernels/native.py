@@ -22,12 +22,11 @@ import torch
 import pagedserve
 from pagedserve import envs
 from pagedserve.errors import ConfigError
-from pagedserve.kernels import huge_pages
+from pagedserve.kernels import ABI_VERSION, huge_pages
 from pagedserve.log import get_logger
 
 logger = get_logger(__name__)
 
-ABI_VERSION = 6
 LIBRARY_NAME = "libpagedserve_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 _TYPES: dict[str, Any] = {

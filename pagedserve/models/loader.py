@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from pagedserve import packed_file
 from pagedserve.attention import AttentionBackend
 from pagedserve.errors import ModelLoadError
-from pagedserve.gguf_file import GGUFFile
 from pagedserve.log import get_logger
 from pagedserve.model_files import ModelFiles
 from pagedserve.models import ARCHITECTURES, model_class
@@ -78,6 +78,7 @@ def load_model(
         )
     finally:
         source.close()
+        packed_file.forget()
     weights.finish()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what parts of stacked matrices took: the KV pool is sized by what is free
@@ -110,8 +111,8 @@ def decoder_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def _source(files: ModelFiles, device: torch.device) -> WeightSource:
-    if files.kind == "gguf":
-        return GGUFSource(GGUFFile(files.path))
+    if files.gguf is not None:
+        return GGUFSource(files.gguf)
     if device.type in STREAMED_DEVICES:
         return StreamedSource(files.weight_files, device)
     return SafetensorsSource(files.weight_files)

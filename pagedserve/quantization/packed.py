@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pagedserve import packed_file
 from pagedserve.errors import ConfigError
 from pagedserve.kernels import native, ops
 from pagedserve.quantization.gguf import FLOAT_TYPES, as_dense, check_rows, dequantize, type_number
@@ -119,7 +120,7 @@ class PackedMethod(QuantMethod):
 
     @property
     def cache_key(self) -> str | None:
-        return f"{self.name}-{self._format}"
+        return packed_file.method_key(self._format)
 
     def exact(self) -> QuantMethod:
         return PackedMethod("auto")

@@ -89,6 +89,10 @@ class Worker:
         settings = self._model_config
         if self._device.type == "cpu":
             torch.set_num_threads(settings.num_threads or usable_cores())
+            if self._dtype is torch.float32 and native.available():
+                # What is left to torch is small, and its threads would wait for cores on which native ones spin.
+                native.set_num_threads(torch.get_num_threads())
+                torch.set_num_threads(1)
         config = parse_config(self._files, settings.model_impl)
         self._max_model_len = resolve_max_model_len(config.max_model_len, settings.max_model_len)
         spec = config.attention_spec(
@@ -121,10 +125,6 @@ class Worker:
                 f"the weights of {self._files.name} do not fit into the device's memory ({_first_line(error)}): use "
                 "--weights-dtype int8 or int4, a smaller model or a larger device"
             ) from error
-        if self._device.type == "cpu" and self._dtype is torch.float32 and native.available():
-            # What is left to torch in a step is small, and its threads would wait for cores on which native ones spin.
-            native.set_num_threads(torch.get_num_threads())
-            torch.set_num_threads(1)
         logger.info("%s on %s in %s, attention: %s", self._files.name, self._device, self._dtype, self._attention.name)
 
     def max_model_len(self) -> int:

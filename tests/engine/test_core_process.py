@@ -190,6 +190,7 @@ def test_the_collector_works_again_once_the_model_is_loaded(loop: Loop, monkeypa
     ready = Ready(plan=PLAN, max_model_len=16)
     monkeypatch.setattr(core_process, "build_core", lambda *args: (loop.core, ready))
     monkeypatch.setattr(core_process, "PRELOAD", "json")
+    monkeypatch.setattr(core_process, "AHEAD", "builtins:repr")
     gc.disable()
     try:
         loop.api.send(StartCore(config=EngineConfig()))

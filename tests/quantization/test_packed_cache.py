@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedserve import quantization
+from pagedserve import packed_file, quantization
 from pagedserve.kernels import native
 from pagedserve.model_files import resolve
 from pagedserve.models.loader import load_model, parse_config
@@ -62,7 +62,7 @@ def names_in(folder: Path) -> list[str]:
 def test_what_was_added_is_there_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
-    monkeypatch.setattr(packed_cache, "MAX_COPIED_BYTES", ROOMY if copied else 0)
+    monkeypatch.setattr(packed_file, "MAX_COPIED_BYTES", ROOMY if copied else 0)
     filled(tmp_path)
     assert names_in(tmp_path) == ["key"]
     x = torch.randn(3, 64)
@@ -74,6 +74,33 @@ def test_what_was_added_is_there_with_the_same_bytes(
         assert weight.rounding_error == wanted.rounding_error
         if weight.in_features == 64:
             assert torch.equal(weight.matmul(x), wanted.matmul(x))
+
+
+def test_a_file_that_was_begun_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path)
+    packed_file.begin(tmp_path / "key")
+    monkeypatch.setattr(packed_file, "_open", pytest.fail)
+    for name, weight in found(tmp_path).items():
+        assert torch.equal(weight.packed.data, weights_of()[name].packed.data)
+    monkeypatch.undo()
+    packed_file.begin(tmp_path / "key")
+    packed_file.begin(tmp_path / "missing")
+    packed_file.forget()
+    with pytest.raises(FileNotFoundError):
+        packed_file.read(tmp_path / "missing")
+    assert all(found(tmp_path).values())
+
+
+def test_a_file_that_is_cut_while_it_is_read_gives_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    with path.open("rb") as file:
+        content = packed_file._Copied(file, 20_000)
+    assert content.piece(255, 2).tolist() == [255, 0]
+    assert content.piece(0, 16_384).tolist() == list(range(256)) * 64
+    for offset, num_bytes in ((16_000, 1000), (0, 20_001)):
+        with pytest.raises(ValueError, match="cut short"):
+            content.piece(offset, num_bytes)
 
 
 def test_stacked_weights_of_several_formats(tmp_path: Path) -> None:
