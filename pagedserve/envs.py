@@ -59,6 +59,15 @@ def no_color() -> bool:
     return "NO_COLOR" in os.environ
 
 
+def of_core() -> dict[str, str]:
+    """What the core's process is given: all of ours, and OPENBLAS_THREAD_TIMEOUT, unless that is set.
+
+    The threads of numpy's BLAS, which nothing there uses, then sleep at once instead of spinning for 50 ms, just while
+    the cores are wanted for importing torch.
+    """
+    return {"OPENBLAS_THREAD_TIMEOUT": "4", **os.environ}
+
+
 def snapshot() -> dict[str, str]:
     """The variables of ours that are set, for `pagedserve collect-env`; keys are never shown."""
     shown = {name: value for name, value in sorted(os.environ.items()) if name.startswith("PAGEDSERVE_")}

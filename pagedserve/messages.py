@@ -7,6 +7,7 @@ refused at the border and no pickle is ever read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from pagedserve.config import EngineConfig
 from pagedserve.sequence import Request
@@ -152,3 +153,5 @@ class CallResult:
 
 ToCore = StartCore | AddRequest | AbortRequests | StopSequences | Call | Shutdown
 FromCore = EngineCoreOutputs | Ready | StartupFailed | Progress | CallResult
+TO_CORE: tuple[type, ...] = get_args(ToCore)
+FROM_CORE: tuple[type, ...] = get_args(FromCore)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
-from pagedserve import errors, model_files
+from pagedserve import model_files
 from pagedserve.config import EngineConfig
 from pagedserve.engine.structured_output import StructuredOutputs
-from pagedserve.engine.tokenizer_choice import choose_tokenizer
 from pagedserve.errors import (
     DeviceLostError,
     EngineDeadError,
-    EngineStepError,
     PagedServeError,
     QueueFullError,
     RequestError,
@@ -44,6 +44,9 @@ from pagedserve.model_files import ModelFiles
 from pagedserve.scheduler.scheduler import Scheduler
 from pagedserve.sequence import Request
 from pagedserve.step import MemoryPlan, SchedulerOutput
+
+if TYPE_CHECKING:
+    from pagedserve.engine.tokenizer import Tokenizer
 
 log = get_logger(__name__)
 
@@ -250,21 +253,6 @@ def refusal(request_id: str, error: PagedServeError) -> FinishedRequest:
     )
 
 
-def error_of(finished: FinishedRequest) -> PagedServeError | None:
-    """The exception that a FinishedRequest stands for, if any."""
-    if finished.error_kind is None:
-        return None
-    message = finished.error or "the request failed"
-    if finished.error_kind == QueueFullError.__name__:
-        return QueueFullError(message, retry_after=finished.retry_after or 1)
-    kind = getattr(errors, finished.error_kind, None)
-    if isinstance(kind, type) and issubclass(kind, RequestError):
-        return kind(message, param=finished.error_param)
-    if isinstance(kind, type) and issubclass(kind, PagedServeError):
-        return kind(message)
-    return EngineStepError(message)
-
-
 def build_core(
     config: EngineConfig,
     vocab_limit: int | None,
@@ -291,7 +279,7 @@ def build_core(
     geometry = Geometry.of(plan.spec, config.scheduler.max_num_batched_tokens)
     max_model_len = _fitting_length(executor.max_model_len, plan, geometry)
     executor.allocate(plan)
-    grammars = StructuredOutputs(lambda: choose_tokenizer(config.model, files), config.structured_output)
+    grammars = StructuredOutputs(partial(_load_tokenizer, config, files), config.structured_output)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
@@ -310,6 +298,12 @@ def build_core(
         looks_ahead = executor.computes_beside_host
     core = EngineCore(scheduler, executor, send, grammars, looks_ahead=looks_ahead)
     return core, Ready(plan=plan, max_model_len=max_model_len, phases=clock.seconds)
+
+
+def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
+    from pagedserve.engine.tokenizer_choice import choose_tokenizer  # no start waits for it
+
+    return choose_tokenizer(config.model, files)
 
 
 def describe_plan(plan: MemoryPlan, max_model_len: int, geometry: Geometry) -> str:

@@ -9,18 +9,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedserve import errors
 from pagedserve.config import EngineConfig
 from pagedserve.engine.async_channel import AsyncChannel
 from pagedserve.engine.channel import ChannelClosedError, Codec
-from pagedserve.engine.core import EngineCore, build_core
-from pagedserve.engine.core_process import FROM_CORE, TO_CORE
 from pagedserve.engine.core_spawn import SpawnedCore
 from pagedserve.errors import EngineDeadError, PagedServeError
 from pagedserve.log import get_logger
 from pagedserve.messages import (
+    FROM_CORE,
+    TO_CORE,
     Call,
     CallResult,
     EngineCoreOutputs,
@@ -32,6 +32,9 @@ from pagedserve.messages import (
     StartupFailed,
     ToCore,
 )
+
+if TYPE_CHECKING:
+    from pagedserve.engine.core import EngineCore
 
 log = get_logger(__name__)
 
@@ -62,6 +65,8 @@ class InlineCoreClient:
         self._on_progress = on_progress
         self._call_ids = itertools.count()
         self.is_dead = False
+        from pagedserve.engine.core import build_core  # a server's front does without
+
         self._core: EngineCore
         self._core, self.ready = build_core(config, vocab_limit, self._take)
 

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import typing
 from collections.abc import Callable
 
 from pagedserve import log as log_module
@@ -24,14 +23,11 @@ from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, Chann
 from pagedserve.engine.core import EngineCore, PhaseClock, build_core
 from pagedserve.errors import ConfigError, DeviceLostError, EngineDeadError, ModelLoadError, ModelNotFoundError
 from pagedserve.log import get_logger
-from pagedserve.messages import FromCore, StartCore, StartupFailed, ToCore
+from pagedserve.messages import FROM_CORE, TO_CORE, StartCore, StartupFailed, ToCore
 from pagedserve.model_files import ModelFiles
 from pagedserve.registry import load
 
 log = get_logger(__name__)
-
-TO_CORE: tuple[type, ...] = typing.get_args(ToCore)
-FROM_CORE: tuple[type, ...] = typing.get_args(FromCore)
 
 # Heavy and sure to be needed: imported while the parent still looks for the model's files.
 PRELOAD = "pagedserve.worker.worker"

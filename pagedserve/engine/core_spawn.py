@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Self
 
+from pagedserve import envs
 from pagedserve.engine.channel import socket_pair
 
 
@@ -43,6 +44,7 @@ def spawn_core(*, log_level: str = "info", log_format: str = "text") -> SpawnedC
         process = subprocess.Popen(
             [sys.executable, "-m", "pagedserve.engine.core_main", str(theirs.fileno()), log_level, log_format],
             stdin=subprocess.DEVNULL,
+            env=envs.of_core(),
             pass_fds=[theirs.fileno()],
         )
     return SpawnedCore(process, ours)

@@ -11,9 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
 from pagedserve.errors import RequestError
 from pagedserve.sampling_params import StructuredOutput
 
@@ -120,6 +117,8 @@ def _json_schema(output: StructuredOutput, text: _Literals) -> tuple[str, str]:
 
 
 def _regex(output: StructuredOutput, text: _Literals) -> tuple[str, str]:
+    from llguidance import regex_to_lark  # no start waits for it
+
     return "REGEX", f"REGEX: /{regex_to_lark(output.value)}/\n"
 
 
@@ -138,6 +137,8 @@ def _grammar(output: StructuredOutput, text: _Literals) -> tuple[str, str]:
         return "@body", _with_json_rules(output.value, output.whitespace)
     if len(output.value) > MAX_GBNF_LENGTH:
         raise _refusal(f"a GBNF grammar may have at most {MAX_GBNF_LENGTH} characters")
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     try:
         return "@body", gbnf_to_lark(output.value)
     except RecursionError as error:

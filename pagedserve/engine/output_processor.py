@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagedserve.engine.core import error_of
+from pagedserve import errors
 from pagedserve.engine.detokenizer import TextStream
 from pagedserve.engine.repetition import RepetitionDetector
 from pagedserve.engine.tokenizer import Tokenizer
-from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError
+from pagedserve.errors import EngineDeadError, EngineStepError, PagedServeError, QueueFullError, RequestError
 from pagedserve.log import get_logger
 from pagedserve.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, StopSequences
 from pagedserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -338,3 +338,18 @@ class OutputProcessor:
         for state in states:
             state.fail(EngineDeadError(reason), now)
         return states
+
+
+def error_of(finished: FinishedRequest) -> PagedServeError | None:
+    """The exception that a FinishedRequest stands for, if any."""
+    if finished.error_kind is None:
+        return None
+    message = finished.error or "the request failed"
+    if finished.error_kind == QueueFullError.__name__:
+        return QueueFullError(message, retry_after=finished.retry_after or 1)
+    kind = getattr(errors, finished.error_kind, None)
+    if isinstance(kind, type) and issubclass(kind, RequestError):
+        return kind(message, param=finished.error_param)
+    if isinstance(kind, type) and issubclass(kind, PagedServeError):
+        return kind(message)
+    return EngineStepError(message)

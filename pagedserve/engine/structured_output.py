@@ -14,17 +14,21 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from pagedserve.config import StructuredOutputConfig, parse_bytes
 from pagedserve.engine.grammars import PARAM, to_lark
-from pagedserve.engine.tokenizer import Tokenizer
 from pagedserve.errors import RequestError
 from pagedserve.log import get_logger
 from pagedserve.sampling_params import StructuredOutput
 from pagedserve.sequence import Request
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from pagedserve.engine.tokenizer import Tokenizer
 
 log = get_logger(__name__)
 
@@ -52,6 +56,8 @@ class TokenTable:
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        from llguidance import LLTokenizer, TokenizerWrapper  # no start waits for it
+
         if not tokenizer.has_texts:
             raise RequestError("structured output needs a tokenizer (--skip-tokenizer-init is set)", param=PARAM)
         if tokenizer.token_bytes.separator:
@@ -309,6 +315,8 @@ class StructuredOutputs:
             for matcher, i in bound:
                 matcher.fill(masks[i])
         else:
+            from llguidance import LLExecutor
+
             self._executor = self._executor or LLExecutor()
             self._executor.unsafe_compute_mask_ptr(
                 [(matcher._llg, i) for matcher, i in bound], masks.ctypes.data, 4 * self._table.num_words, len(matchers)
@@ -381,6 +389,8 @@ class StructuredOutputs:
                 self._table = TokenTable(self._load_tokenizer())
                 self._table_since = time.monotonic()
                 log.info("vocabulary for grammars took %.2f s", self._table_since - started)
+        from llguidance import LLMatcher, LLParserLimits
+
         grammar = to_lark(key, self._table.special_tokens)
         matcher = LLMatcher(self._table.llg, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         row = np.zeros(self._table.num_words, dtype=np.uint32)

@@ -21,8 +21,9 @@ from pagedserve.engine.channel import (
     FrameReader,
     socket_pair,
 )
-from pagedserve.engine.core_process import FROM_CORE, TO_CORE
 from pagedserve.messages import (
+    FROM_CORE,
+    TO_CORE,
     AbortRequests,
     AddRequest,
     Call,

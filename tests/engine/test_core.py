@@ -18,9 +18,9 @@ from pagedserve.engine.core import (
     EngineCore,
     PhaseClock,
     describe_plan,
-    error_of,
     refusal,
 )
+from pagedserve.engine.output_processor import error_of
 from pagedserve.errors import (
     ContextLengthError,
     DeadlineExceededError,

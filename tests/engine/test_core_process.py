@@ -13,8 +13,8 @@ import pytest
 from pagedserve.config import EngineConfig
 from pagedserve.engine import core_process
 from pagedserve.engine.channel import BlockingChannel, ChannelClosedError, Codec, socket_pair
-from pagedserve.engine.core_process import FROM_CORE, TO_CORE, Inbox, run
-from pagedserve.messages import AbortRequests, Call, Ready, Shutdown, StartCore
+from pagedserve.engine.core_process import Inbox, run
+from pagedserve.messages import FROM_CORE, TO_CORE, AbortRequests, Call, Ready, Shutdown, StartCore
 from tests.engine.test_channel import PLAN
 
 
@@ -199,6 +199,20 @@ def test_the_collector_works_again_once_the_model_is_loaded(loop: Loop, monkeypa
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def test_what_the_core_does_without_at_first_waits() -> None:
+    """Grammars and tokenizers are for the requests that ask for them."""
+    code = "import sys, pagedserve.engine.core_process; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"asyncio", "llguidance", "tokenizers", "torch"} & set(modules)
+
+
+def test_a_front_holds_no_core() -> None:
+    """What steps and schedules lives in the core's process; the front's own imports run beside that of torch."""
+    code = "import sys, pagedserve.engine.async_llm_engine; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"pagedserve.engine.core", "pagedserve.scheduler", "pagedserve.executor", "llguidance"} & set(modules)
 
 
 def test_what_begins_the_core_is_light() -> None:
