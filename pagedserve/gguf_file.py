@@ -2,27 +2,29 @@
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, two counts, key-value pairs,
 tensor table, aligned tensor data; all little-endian. The header is parsed here rather than by `gguf.GGUFReader` because
-that one makes an array object of every token (2.6 s for a vocabulary of 49,152, against 0.1 s) and trusts counts and
+that one makes an array object of every token (2.6 s for a vocabulary of 49,152, against 0.01 s) and trusts counts and
 offsets, which a broken file can set to anything: here each is checked against the file's size before it is used.
-Dequantisation is the `gguf` package's.
+Dequantisation is the `gguf` package's. Only numbers of tensors need numpy: a server's front does without it.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from pagedserve.errors import ModelLoadError
 from pagedserve.gguf_architectures import Architecture, architecture_of
 from pagedserve.gguf_config import hf_config, hf_generation_config
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MAGIC = b"GGUF"
 # Version 3 differs from 2 only in that big-endian files exist.
@@ -133,16 +135,17 @@ class GGUFFile:
     def __init__(self, path: str | Path, *, header_only: bool = False):
         self.path = Path(path)
         try:
-            self._data = np.memmap(self.path, dtype=np.uint8, mode="r")
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise ModelLoadError(f"cannot read GGUF file {self.path}: {error}") from error
-        reader = _HeaderReader(memoryview(self._data), self.path)
+        reader = _HeaderReader(memoryview(self._map), self.path)
         self.version, num_tensors, num_pairs = reader.preamble()
         self.metadata: dict[str, Any] = reader.pairs(num_pairs)
         self.alignment = self._read_alignment()
         table = reader.tensor_table(num_tensors, self.alignment, header_only=header_only)
         self.tensors: dict[str, TensorInfo] = {t.gguf_name: t for t in table}
-        self.has_data = all(t.offset + t.num_bytes <= len(self._data) for t in table)
+        self.has_data = all(t.offset + t.num_bytes <= len(self._map) for t in table)
 
     # -- the file as a Hugging Face checkpoint ------------------------------------------------------------------------
 
@@ -200,6 +203,8 @@ class GGUFFile:
         num_heads = self.architecture.rotary_heads(info.gguf_name, self.metadata)
         if num_heads is None:
             return None
+        import numpy as np
+
         num_rows = info.shape[0]
         if num_rows % (2 * num_heads):
             raise ModelLoadError(f"{self.path}: tensor {info.gguf_name} has {num_rows} rows for {num_heads} heads")
@@ -215,6 +220,8 @@ class GGUFFile:
         quant, rows = self.raw(name)
         offset = self.architecture.norm_offset
         if offset and name.endswith("norm.weight"):
+            import numpy as np
+
             shifted = _dequantize(quant, rows) - np.float32(offset)
             return _FLOAT32, shifted.view(np.uint8).reshape(rows.shape[0], -1)
         permutation = self.row_permutation(name)
@@ -239,9 +246,11 @@ class GGUFFile:
             raise ModelLoadError(f"{self.path}: no tensor {name}") from None
 
     def _rows(self, info: TensorInfo) -> np.ndarray:
-        flat = self._data[info.offset : info.offset + info.num_bytes]
+        import numpy as np
+
+        flat = np.frombuffer(self._map, np.uint8, count=info.num_bytes, offset=info.offset)
         num_rows = math.prod(info.shape[:-1])
-        return np.asarray(flat).reshape(num_rows, info.num_bytes // num_rows)
+        return flat.reshape(num_rows, info.num_bytes // num_rows)
 
     def _rope_factors(self) -> dict[str, list[float]]:
         found = {name: info for name, info in self.tensors.items() if name in self.architecture.config_tensors}
@@ -257,7 +266,8 @@ class GGUFFile:
 
 
 def _dequantize(quant: QuantType, rows: np.ndarray) -> np.ndarray:
-    # gguf takes a while to import and only the weights need it.
+    # They take a while to import, and only the weights need them.
+    import numpy as np
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -356,7 +366,7 @@ class _HeaderReader:
         self._check_count(count, _MIN_VALUE_BYTES[item_kind], f"items of {key!r}")
         if item_kind in _SCALARS:
             width = struct.calcsize(_SCALARS[item_kind])
-            return np.frombuffer(self._take(width * count, key), dtype=np.dtype(_SCALARS[item_kind])).tolist()
+            return list(struct.unpack(f"<{count}{_SCALARS[item_kind][1]}", self._take(width * count, key)))
         if item_kind == _STRING:
             return self._strings(count, key)
         return [self._value(item_kind, key, depth + 1) for _ in range(count)]

@@ -20,8 +20,6 @@ from pagedserve.errors import PagedServeError
 
 _HEADER = struct.Struct("<IB")
 MAX_FRAME_BYTES = 1 << 30
-# Room for some hundred steps' outputs, so that a busy event loop does not hold up the core.
-_SOCKET_BUFFER_BYTES = 4 << 20
 
 
 class ChannelClosedError(PagedServeError):
@@ -85,16 +83,6 @@ class FrameReader:
                 yield kind, body
         finally:
             del self._buffer[:start]
-
-
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a new channel."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    for end in ends:
-        # The kernel grants what its own limit allows.
-        with contextlib.suppress(OSError):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
-    return ends
 
 
 class BlockingChannel:

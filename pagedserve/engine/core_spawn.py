@@ -6,6 +6,7 @@ told what to load later (`core_client.ProcessCoreClient`).
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from pagedserve import envs
-from pagedserve.engine.channel import socket_pair
+
+# Room for some hundred steps' outputs, so that a busy event loop does not hold up the core.
+_SOCKET_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -48,3 +51,13 @@ def spawn_core(*, log_level: str = "info", log_format: str = "text") -> SpawnedC
             pass_fds=[theirs.fileno()],
         )
     return SpawnedCore(process, ours)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a new channel."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in ends:
+        # The kernel grants what its own limit allows.
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+    return ends

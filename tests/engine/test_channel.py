@@ -19,8 +19,8 @@ from pagedserve.engine.channel import (
     ChannelFormatError,
     Codec,
     FrameReader,
-    socket_pair,
 )
+from pagedserve.engine.core_spawn import socket_pair
 from pagedserve.messages import (
     FROM_CORE,
     TO_CORE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from pagedserve.api.call import json_response
@@ -72,6 +71,8 @@ def _normalized(params: PoolingParams) -> PoolingParams:
 
 def _cosines(first: list[bytes], second: list[bytes]) -> list[float]:
     """Of vectors of length 1: one against all, or pairs."""
+    import numpy as np  # no start waits for it
+
     left, right = (np.frombuffer(b"".join(part), "<f4").reshape(len(part), -1) for part in (first, second))
     products = np.einsum("ij,ij->i", np.broadcast_to(left, right.shape).astype(float), right.astype(float))
     # Lengths are 1 but for the rounding to fp32.
