@@ -7,6 +7,8 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 TESTS  ?=
+# One test process a core; each starts in seconds and takes about 1 GiB.
+PYTEST_WORKERS ?= logical
 
 BIN      := $(VENV)/bin
 PIP      := $(VENV)/bin/pip install --disable-pip-version-check $(if $(CI),--quiet)
@@ -44,7 +46,8 @@ serve: $(SERVE_STAMP)
 	@$(BIN)/pagedserve serve --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(TEST_STAMP)
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 2 $(TESTS)
 
 lint: $(TEST_STAMP)
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
