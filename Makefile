@@ -7,7 +7,7 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 TESTS  ?=
-# One test process a core; each starts in seconds and takes about 1 GiB.
+# One test process a core; each starts in seconds and takes up to 2 GiB.
 PYTEST_WORKERS ?= logical
 
 BIN      := $(VENV)/bin

@@ -11,5 +11,7 @@ import hypothesis
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example may take long on a busy machine; what may not take long for other reasons has a timeout.
-hypothesis.settings.register_profile("pagedserve", deadline=None)
+hypothesis.settings.register_profile(
+    "pagedserve", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("pagedserve")

@@ -97,7 +97,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return path, body
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(requests())
 def test_no_body_is_answered_with_a_5xx(front: Front, request_: tuple[str, dict[str, Any]]) -> None:  # C096
     path, body = request_
@@ -135,7 +135,7 @@ sampling = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sampling)
 def test_a_stream_adds_up_to_the_whole_answer(tiny: ServerProcess, body: dict[str, Any]) -> None:
     body = {"prompt": "The thing", "return_token_ids": True, **body}
@@ -160,7 +160,7 @@ def test_a_stream_adds_up_to_the_whole_answer(tiny: ServerProcess, body: dict[st
         assert stream.usage[name] == whole["usage"][name]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.sampled_from(sorted(MODELS)), st.binary(max_size=60), st.text(max_size=30))
 def test_no_bytes_are_answered_with_a_5xx(front: Front, path: str, raw: bytes, media_type: str) -> None:
     headers = {"Content-Type": media_type.encode("utf-8").replace(b"\r", b"").replace(b"\n", b"").replace(b"\0", b"")}

@@ -406,7 +406,7 @@ ODD = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(body=ODD)
 def test_no_request_with_tools_is_answered_with_a_5xx(scripted: Front, body: dict[str, Any]) -> None:  # C052, C096
     scripted.engine.script = "<think>x</think><tool_call>"

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from pagedserve.api.http_protocol import NoUpgradeProtocol
 
-STARTUP_SECONDS = 120.0
+STARTUP_SECONDS = 240.0
 
 
 # Below what systems give to outgoing connections: between our look and the server's bind nobody is given the port.
