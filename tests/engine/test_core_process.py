@@ -202,6 +202,21 @@ def test_the_collector_works_again_once_the_model_is_loaded(loop: Loop, monkeypa
         gc.unfreeze()
 
 
+def test_no_extension_module_waits_for_torchs_library() -> None:
+    """The system loads one library at a time: whatever the core needs is there before torch's is begun."""
+    code = (
+        "import sys; from importlib import import_module\n"
+        "from pagedserve.engine import core_main\n"
+        "for name in (*core_main._WITH_EXTENSIONS, core_main._TORCH_AHEAD): import_module(name)\n"
+        "before = set(sys.modules)\n"
+        "import pagedserve.engine.core_process\n"
+        "late = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}\n"
+        "print(*(name for name, file in late.items() if file.endswith('.so') and name not in before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_what_the_core_does_without_at_first_waits() -> None:
     """Grammars and tokenizers are for the requests that ask for them."""
     code = "import sys, pagedserve.engine.core_process; print(*sys.modules)"
