@@ -23,21 +23,6 @@ namespace {
 
 // ---- one item ------------------------------------------------------------------------------------------------
 
-Item make_item(const Problem& problem, int64_t seq, int64_t kv_head, int64_t query_tile) {
-  const int32_t* starts = problem.rows->query_start_loc + seq;
-  const int64_t query_len = starts[1] - starts[0];
-  Item item;
-  item.seq = seq;
-  item.kv_head = kv_head;
-  item.first_query = query_tile * problem.item_tokens;
-  item.num_queries = min_of(problem.item_tokens, query_len - item.first_query);
-  item.num_rows = item.num_queries * problem.group;
-  const int64_t first_position = problem.rows->seq_lens[seq] - query_len + item.first_query;
-  item.seen_begin = problem.window > 0 ? max_of(0, first_position + 1 - problem.window) : 0;
-  item.seen_end = first_position + item.num_queries;
-  return item;
-}
-
 void load_query(const Problem& problem, const Item& item, float* to) {
   const int64_t first_token = problem.rows->query_start_loc[item.seq] + item.first_query;
   const int64_t count = problem.group * problem.head_dim;
@@ -47,23 +32,12 @@ void load_query(const Problem& problem, const Item& item, float* to) {
   }
 }
 
-// `next`: the item that probably follows, whose first tile is fetched while the last one here is computed; may be null.
 template <class T>
-void attend_split(const Problem& problem, const Item& item, const Scratch& scratch, int64_t split, const Item* next) {
+void attend_split(const Problem& problem, const Item& item, const Scratch& scratch, int64_t split, Stream& stream) {
   clear(scratch.split, item.num_rows, problem.head_dim);
   const int64_t begin = max_of(split * kSplit, item.seen_begin / kTile * kTile);
   const int64_t end = min_of((split + 1) * kSplit, item.seen_end);
-  Ahead ahead;
-  for (int64_t start = begin; start < end; start += kTile) {
-    if (start + kTile < item.seen_end) {
-      look_ahead<T>(problem, item, start + kTile, ahead);
-    } else if (next != nullptr) {
-      look_ahead<T>(problem, *next, next->seen_begin / kTile * kTile, ahead);
-    } else {
-      ahead.num_pieces = 0;
-    }
-    attend_tile<T>(problem, item, scratch, start, ahead);
-  }
+  for (int64_t start = begin; start < end; start += kTile) attend_tile<T>(problem, item, scratch, start, stream);
 }
 
 // Adds a split to the splits before it.
@@ -92,19 +66,16 @@ void write_out(const Problem& problem, const Item& item, const State& state) {
   }
 }
 
-int64_t first_split(const Item& item) { return item.seen_begin / kSplit; }
-int64_t end_split(const Item& item) { return ceil_div(item.seen_end, kSplit); }
-
 template <class T>
-void attend_item(const Problem& problem, const Item& item, const Scratch& scratch, const Item* next) {
+void attend_item(const Problem& problem, const Item& item, const Scratch& scratch, Stream& stream) {
   load_query(problem, item, scratch.query);
   const int64_t first = first_split(item), end = end_split(item);
-  attend_split<T>(problem, item, scratch, first, next);
+  attend_split<T>(problem, item, scratch, first, stream);
   if (end - first == 1) return write_out(problem, item, scratch.split);
   clear(scratch.total, item.num_rows, problem.head_dim);
   merge(scratch.total, scratch.split, item.num_rows, problem.head_dim);
   for (int64_t split = first + 1; split < end; ++split) {
-    attend_split<T>(problem, item, scratch, split, next);
+    attend_split<T>(problem, item, scratch, split, stream);
     merge(scratch.total, scratch.split, item.num_rows, problem.head_dim);
   }
   write_out(problem, item, scratch.total);
@@ -112,95 +83,48 @@ void attend_item(const Problem& problem, const Item& item, const Scratch& scratc
 
 // ---- the whole batch -----------------------------------------------------------------------------------------
 
-// Prefix sums over the sequences: items of each, and units (an item's split; every item of a sequence counts as many
-// as its last one has).
-struct Plan {
-  int64_t* first_item;  // [num_seqs + 1]
-  int64_t* first_unit;  // [num_seqs + 1]
-  int64_t num_seqs;
-};
-
-int64_t query_tiles(const Problem& problem, int64_t seq) {
-  const int32_t* starts = problem.rows->query_start_loc + seq;
-  return ceil_div(starts[1] - starts[0], problem.item_tokens);
-}
-
-int64_t splits_of(const Problem& problem, int64_t seq) {
-  const int32_t* starts = problem.rows->query_start_loc + seq;
-  const int64_t seq_len = problem.rows->seq_lens[seq];
-  const int64_t first_position = seq_len - (starts[1] - starts[0]);
-  const int64_t seen = problem.window > 0 ? max_of(0, first_position + 1 - problem.window) : 0;
-  return ceil_div(seq_len, kSplit) - seen / kSplit;
-}
-
-// The sequence that `index` belongs to: first[seq] <= index < first[seq + 1].
-int64_t find(const int64_t* first, int64_t num_seqs, int64_t index) {
-  int64_t low = 0, high = num_seqs;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    if (first[middle] <= index) low = middle; else high = middle;
-  }
-  return low;
-}
-
-Item nth_item(const Problem& problem, int64_t seq, int64_t index) {
-  const int64_t tiles = query_tiles(problem, seq);
-  // Late tiles see most context: they go first, so that no thread is left with a long one at the end.
-  return make_item(problem, seq, index / tiles, tiles - 1 - index % tiles);
-}
-
-Item item_at(const Problem& problem, const Plan& plan, int64_t index) {
-  const int64_t seq = find(plan.first_item, plan.num_seqs, index);
-  return nth_item(problem, seq, index - plan.first_item[seq]);
-}
-
 template <class T>
-void attend_items(const Problem& problem, const Plan& plan, int64_t max_rows, int* status) {
-  const int64_t num_items = plan.first_item[plan.num_seqs];
-  const int64_t grain = max_of(1, min_of(8, num_items / (8 * num_threads())));
-  parallel_for(num_items, grain, [&](int64_t begin, int64_t end, int) {
+void attend_items(const Problem& problem, const Plan& plan, int64_t max_rows, Stream* streams, int* status) {
+  const int64_t grain = max_of(1, min_of(8, plan.num_items() / (8 * num_threads())));
+  parallel_for(plan.num_items(), grain, [&](int64_t begin, int64_t end, int thread) {
     Scratch scratch;
-    if (!carve(scratch, max_rows, problem.head_dim)) {
+    if (!carve(scratch, problem, max_rows)) {
       __atomic_store_n(status, PS_OUT_OF_MEMORY, __ATOMIC_RELAXED);
       return;
     }
-    Item item = item_at(problem, plan, begin);
-    for (int64_t i = begin; i < end; ++i) {
-      const bool is_last = i + 1 == num_items;
-      const Item next = is_last ? item : item_at(problem, plan, i + 1);
-      attend_item<T>(problem, item, scratch, is_last ? nullptr : &next);
-      item = next;
-    }
+    Stream& stream = streams[thread];
+    stream.go_on(begin, end, scratch.pieces);
+    for (int64_t i = begin; i < end; ++i) attend_item<T>(problem, item_at(problem, plan, i), scratch, stream);
   });
 }
 
 // Each unit is a piece of work, its state kept until all are there.
 template <class T>
-void attend_units(const Problem& problem, const Plan& plan, int64_t max_rows, float* states, int* status) {
+void attend_units(const Problem& problem, const Plan& plan, int64_t max_rows, Stream* streams, float* states,
+                  int* status) {
   const int64_t floats = state_floats(max_rows, problem.head_dim);
   const auto state_of = [&](int64_t unit) {
     Carver carver{states + unit * floats};
     return carve_state(carver, max_rows, problem.head_dim);
   };
-  parallel_for(plan.first_unit[plan.num_seqs], 1, [&](int64_t begin, int64_t end, int) {
+  parallel_for(plan.num_units(), 1, [&](int64_t begin, int64_t end, int thread) {
     Scratch scratch;
-    if (!carve(scratch, max_rows, problem.head_dim)) {
+    if (!carve(scratch, problem, max_rows)) {
       __atomic_store_n(status, PS_OUT_OF_MEMORY, __ATOMIC_RELAXED);
       return;
     }
+    Stream& stream = streams[thread];
+    stream.go_on(begin, end, scratch.pieces);
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t seq = find(plan.first_unit, plan.num_seqs, unit);
-      const int64_t within = unit - plan.first_unit[seq], splits = splits_of(problem, seq);
-      const Item item = nth_item(problem, seq, within / splits);
-      const int64_t split = first_split(item) + within % splits;
-      if (split >= end_split(item)) continue;
-      load_query(problem, item, scratch.query);
+      const Span span = span_at(problem, plan, unit);
+      if (span.first_split >= span.end_split) continue;
+      load_query(problem, span.item, scratch.query);
       scratch.split = state_of(unit);
-      attend_split<T>(problem, item, scratch, split, nullptr);
+      attend_split<T>(problem, span.item, scratch, span.first_split, stream);
     }
   });
   if (*status != PS_OK) return;
-  parallel_for(plan.first_item[plan.num_seqs], 4, [&](int64_t begin, int64_t end, int) {
+  parallel_for(plan.num_items(), 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t seq = find(plan.first_item, plan.num_seqs, i);
       const int64_t within = i - plan.first_item[seq];
@@ -232,23 +156,28 @@ void attend(const Problem& problem, int* status) {
   // Whole items need no second pass; units, where the longest item would keep the other threads waiting.
   const bool by_unit = max_splits > 1 && num_threads() > 1 && 2 * num_threads() * max_splits > num_units;
   const int64_t plan_bytes = (2 * (num_seqs + 1) * 8 + 63) / 64 * 64;
+  const PoolRegion region;  // the number of threads stays what it is
+  const int64_t stream_bytes = num_threads() * int64_t{sizeof(Stream)};
   const int64_t state_bytes = by_unit ? num_units * state_floats(max_rows, problem.head_dim) * 4 : 0;
-  char* memory = static_cast<char*>(thread_scratch(kScratchCall, plan_bytes + state_bytes));
+  char* memory = static_cast<char*>(thread_scratch(kScratchCall, plan_bytes + stream_bytes + state_bytes));
   if (memory == nullptr) {
     *status = PS_OUT_OF_MEMORY;
     return;
   }
-  Plan plan{reinterpret_cast<int64_t*>(memory), reinterpret_cast<int64_t*>(memory) + num_seqs + 1, num_seqs};
+  Plan plan{reinterpret_cast<int64_t*>(memory), reinterpret_cast<int64_t*>(memory) + num_seqs + 1, num_seqs, by_unit};
   plan.first_item[0] = plan.first_unit[0] = 0;
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     const int64_t items = query_tiles(problem, seq) * problem.num_kv_heads;
     plan.first_item[seq + 1] = plan.first_item[seq] + items;
     plan.first_unit[seq + 1] = plan.first_unit[seq] + items * (items > 0 ? splits_of(problem, seq) : 0);
   }
+  Stream* streams = reinterpret_cast<Stream*>(memory + plan_bytes);
+  for (int i = 0; i < num_threads(); ++i) streams[i].open(problem, plan, by_unit ? num_units : plan.num_items());
   if (by_unit) {
-    attend_units<T>(problem, plan, max_rows, reinterpret_cast<float*>(memory + plan_bytes), status);
+    float* states = reinterpret_cast<float*>(memory + plan_bytes + stream_bytes);
+    attend_units<T>(problem, plan, max_rows, streams, states, status);
   } else {
-    attend_items<T>(problem, plan, max_rows, status);
+    attend_items<T>(problem, plan, max_rows, streams, status);
   }
 }
 
@@ -270,6 +199,7 @@ void paged_attention(float* out, int64_t out_stride, const float* query, int64_t
   problem.block_stride = kv.block_stride;
   problem.num_codes = kv.head_dim * kv.block_size;
   problem.head_size = problem.num_codes + (kv.dtype == PS_I8 ? kv.block_size * int64_t{sizeof(float)} : 0);
+  problem.element_bytes = kv.dtype == PS_F32 ? 4 : kv.dtype == PS_I8 ? 1 : 2;
   problem.kv_data = kv.data;
   problem.rows = &rows;
   problem.scale = scale;

@@ -2,7 +2,7 @@
 // Part of attention_kernels.cpp, whose head explains the order of all sums.
 #pragma once
 
-#include "kernels.h"
+#include "attention_fetch.h"
 #include "scratch.h"
 #include "vec.h"
 
@@ -10,34 +10,11 @@ namespace ps {
 namespace PS_ISA {
 namespace {
 
-constexpr int kTile = 64;
-constexpr int kSplit = 512;
-constexpr int kItemRows = 48;                          // rows of an item, if one token has no more
 constexpr int kMaxRowGroup = 6;                        // rows of a register tile
 constexpr int kVecs = kRegisters == 32 ? 4 : 2;        // vectors of a register tile
 constexpr int kTileVecs = kTile / kWidth;
 constexpr float kLowest = -1e30f;                      // running maximum before any score; finite, so m - m = 0
-
-struct Problem {
-  float* out;
-  int64_t out_stride;
-  const float* query;
-  int64_t query_stride;
-  int64_t num_heads, num_kv_heads, group, head_dim, block_size, block_stride;
-  int64_t head_size, num_codes;  // what a block holds of one head's K or V: elements in all, and without scales
-  const void* kv_data;
-  const ps_attention_rows* rows;
-  float scale;
-  int64_t window;
-  float soft_cap;
-  int64_t item_tokens;
-};
-
-struct Item {
-  int64_t seq, kv_head, first_query, num_queries;  // queries counted within the row
-  int64_t num_rows;
-  int64_t seen_begin, seen_end;  // positions that at least one of its queries sees
-};
+constexpr int kPauseDims = 2, kPauseTokens = 2;        // of a register tile, between two fetches of what comes next
 
 // What an item has gathered so far: for each item row the maximum score, the sum of weights, the weighted values.
 struct State {
@@ -50,10 +27,12 @@ struct Scratch {
   float* query;    // [num_rows][head_dim], scaled
   float* weights;  // [num_rows][kTile]
   float* rescale;  // [num_rows]
+  float* tile;     // [num_rows]
   float* keys;     // [head_dim][kTile]
   float* key_scales;    // [kTile], of an 8-bit cache
   float* value_scales;  // [kTile]
   float* tokens;   // [kTile][head_dim], values
+  Piece* pieces;   // of the stream
   State split, total;
 };
 
@@ -68,9 +47,6 @@ struct Carver {
 
 int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }
 int64_t state_floats(int64_t rows, int64_t head_dim) { return 2 * padded(rows) + padded(rows * head_dim); }
-int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 State carve_state(Carver& carver, int64_t rows, int64_t head_dim) {
   State state;
@@ -80,18 +56,21 @@ State carve_state(Carver& carver, int64_t rows, int64_t head_dim) {
   return state;
 }
 
-bool carve(Scratch& scratch, int64_t rows, int64_t head_dim) {
-  const int64_t floats = padded(rows * head_dim) + padded(rows * kTile) + padded(rows) +
+bool carve(Scratch& scratch, const Problem& problem, int64_t rows) {
+  const int64_t head_dim = problem.head_dim, pieces = sizeof(Piece) / 4 * Stream::capacity(problem);
+  const int64_t floats = padded(pieces) + padded(rows * head_dim) + padded(rows * kTile) + 2 * padded(rows) +
                          2 * kTile + 2 * padded(head_dim * kTile) + 2 * state_floats(rows, head_dim);
   Carver carver{static_cast<float*>(thread_scratch(kScratchPiece, floats * sizeof(float)))};
   if (carver.next == nullptr) return false;
   scratch.query = carver.take(rows * head_dim);
   scratch.weights = carver.take(rows * kTile);
   scratch.rescale = carver.take(rows);
+  scratch.tile = carver.take(rows);
   scratch.keys = carver.take(head_dim * kTile);
   scratch.key_scales = carver.take(kTile);
   scratch.value_scales = carver.take(kTile);
   scratch.tokens = carver.take(head_dim * kTile);
+  scratch.pieces = reinterpret_cast<Piece*>(carver.take(pieces));
   scratch.split = carve_state(carver, rows, head_dim);
   scratch.total = carve_state(carver, rows, head_dim);
   return true;
@@ -138,44 +117,6 @@ void locate(const Problem& problem, const Item& item, int64_t tile_start, Tile<T
   }
 }
 
-// The lines of the tile that comes next, fetched into the cache while this one is computed: where blocks lie stands in
-// the table, so the processor cannot guess it. A few at a time, between the parts of a tile: many at once would keep
-// what the current tile reads waiting behind them.
-struct Ahead {
-  const char* starts[2 * kTile];
-  int num_pieces = 0, piece = 0;
-  int64_t piece_bytes = 0, offset = 0;
-
-  int64_t lines() const { return num_pieces * ((piece_bytes + 63) / 64); }
-
-  void fetch(int64_t count) {
-    for (; piece < num_pieces && count > 0; ++piece, offset = 0) {
-      const char* start = starts[piece];
-      for (; offset < piece_bytes && count > 0; offset += 64, --count) __builtin_prefetch(start + offset, 0, 2);
-      if (offset < piece_bytes) return;
-    }
-  }
-};
-
-// Blocks of at least a line, whole ones: of a block that spans tiles only its first tile is fetched ahead.
-template <class T>
-void look_ahead(const Problem& problem, const Item& item, int64_t tile_start, Ahead& ahead) {
-  ahead.num_pieces = ahead.piece = 0;
-  ahead.offset = 0;
-  const int64_t len = min_of(problem.block_size, kTile);
-  ahead.piece_bytes = len * problem.head_dim * static_cast<int64_t>(sizeof(T));
-  const int32_t* table = problem.rows->block_tables + item.seq * problem.rows->block_tables_stride;
-  const T* data = static_cast<const T*>(problem.kv_data) + item.kv_head * problem.head_size;
-  const int64_t end = min_of(tile_start + kTile, item.seen_end);
-  for (int64_t position = max_of(tile_start, item.seen_begin / len * len); position < end; position += len) {
-    const T* k = data + table[position / problem.block_size] * problem.block_stride;
-    const int64_t offset = position % problem.block_size * problem.head_dim;
-    ahead.starts[ahead.num_pieces++] = reinterpret_cast<const char*>(k + offset);
-    ahead.starts[ahead.num_pieces++] =
-        reinterpret_cast<const char*>(k + problem.num_kv_heads * problem.head_size + offset);
-  }
-}
-
 // The scales of a tile of an 8-bit cache, which follow a head's codes. Tokens that nobody sees get anything.
 void gather_scales(const Problem& problem, const Tile<int8_t>& tile, int64_t tile_start, const Scratch& scratch) {
   const int len = tile.segment_len;
@@ -217,22 +158,28 @@ void widen_values(const Tile<T>& tile, int64_t head_dim, float* values) {
 
 // weights[row][v * kWidth ..] = query[row] . key, for kRows rows and kVectors vectors of tokens.
 template <int kRows, int kVectors, class T>
-void score(const float* query, int64_t head_dim, const T* const* keys, int64_t key_stride, float* weights) {
+void score(const float* query, int64_t head_dim, const T* const* keys, int64_t key_stride, float* weights,
+           Stream& stream) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[r][v] = zero();
   }
-  for (int64_t d = 0; d < head_dim; ++d) {
-    Vec key[kVectors];
+  const int64_t step = stream.is_done() ? head_dim : kPauseDims;
+  for (int64_t part = 0; part < head_dim; part += step) {
+    stream.pause();
+    const int64_t end = min_of(part + step, head_dim);
+    for (int64_t d = part; d < end; ++d) {
+      Vec key[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) key[v] = load(keys[v] + d * key_stride);
+      for (int v = 0; v < kVectors; ++v) key[v] = load(keys[v] + d * key_stride);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Vec q = set1(query[r * head_dim + d]);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec q = set1(query[r * head_dim + d]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(q, key[v], sum[r][v]);
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(q, key[v], sum[r][v]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -245,7 +192,7 @@ void score(const float* query, int64_t head_dim, const T* const* keys, int64_t k
 // values[row][d ..] = values[row][d ..] * rescale[row] + sum over the tile's tokens of weight * value.
 template <int kRows, int kVectors, class T>
 void accumulate(const Tile<T>& tile, int64_t head_dim, int64_t d, const float* weights, const float* rescale,
-                float* values) {
+                float* values, Stream& stream) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -254,19 +201,24 @@ void accumulate(const Tile<T>& tile, int64_t head_dim, int64_t d, const float* w
       sum[r][v] = load(values + r * head_dim + d + v * kWidth) * set1(rescale[r]);
     }
   }
+  const int step = stream.is_done() ? kTile : kPauseTokens;
   for (int start = 0; start < tile.end; start += tile.segment_len) {
     const T* segment = tile.values[start / tile.segment_len] + d;
     const int first = tile.begin > start ? tile.begin - start : 0;
     const int last = tile.end - start < tile.segment_len ? tile.end - start : tile.segment_len;
-    for (int j = first; j < last; ++j) {
-      Vec value[kVectors];
+    for (int part = first; part < last; part += step) {
+      stream.pause();
+      const int part_end = part + step < last ? part + step : last;
+      for (int j = part; j < part_end; ++j) {
+        Vec value[kVectors];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) value[v] = load(segment + j * head_dim + v * kWidth);
+        for (int v = 0; v < kVectors; ++v) value[v] = load(segment + j * head_dim + v * kWidth);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const Vec weight = set1(weights[r * kTile + start + j]);
+        for (int r = 0; r < kRows; ++r) {
+          const Vec weight = set1(weights[r * kTile + start + j]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
+          for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
+        }
       }
     }
   }
@@ -291,22 +243,24 @@ void accumulate_tail(const Tile<T>& tile, int64_t head_dim, int64_t d, int count
 
 template <int kRows, class T>
 void score_rows(const float* query, int64_t head_dim, const T* const* keys, int64_t key_stride, int num_vecs,
-                float* weights) {
+                float* weights, Stream& stream) {
   int v = 0;
   for (; v + kVecs <= num_vecs; v += kVecs) {
-    score<kRows, kVecs>(query, head_dim, keys + v, key_stride, weights + v * kWidth);
+    score<kRows, kVecs>(query, head_dim, keys + v, key_stride, weights + v * kWidth, stream);
   }
-  for (; v < num_vecs; ++v) score<kRows, 1>(query, head_dim, keys + v, key_stride, weights + v * kWidth);
+  for (; v < num_vecs; ++v) score<kRows, 1>(query, head_dim, keys + v, key_stride, weights + v * kWidth, stream);
 }
 
 template <int kRows, class T>
 void accumulate_rows(const Tile<T>& tile, int64_t head_dim, const float* weights, const float* rescale,
-                     float* values) {
+                     float* values, Stream& stream) {
   int64_t d = 0;
   for (; d + kVecs * kWidth <= head_dim; d += kVecs * kWidth) {
-    accumulate<kRows, kVecs>(tile, head_dim, d, weights, rescale, values);
+    accumulate<kRows, kVecs>(tile, head_dim, d, weights, rescale, values, stream);
   }
-  for (; d + kWidth <= head_dim; d += kWidth) accumulate<kRows, 1>(tile, head_dim, d, weights, rescale, values);
+  for (; d + kWidth <= head_dim; d += kWidth) {
+    accumulate<kRows, 1>(tile, head_dim, d, weights, rescale, values, stream);
+  }
   if (d < head_dim) {
     for (int r = 0; r < kRows; ++r) {
       accumulate_tail(tile, head_dim, d, static_cast<int>(head_dim - d), weights + r * kTile, rescale[r],
@@ -325,11 +279,10 @@ void accumulate_rows(const Tile<T>& tile, int64_t head_dim, const float* weights
     default: { constexpr int kRows = 6; call; } break;       \
   }
 
-// Scores to weights e^(score - maximum), rows' sums and maxima updated; tokens the row cannot see weigh 0.
+// A row's scores as the softmax takes them: scaled, capped, -inf where the row does not see the token. Their maximum.
 // kScaled: scores and weights are of codes, which still lack the scales of their tokens.
 template <bool kScaled>
-void soften(const Problem& problem, const Scratch& scratch, int begin, int end, int num_vecs, float* weights,
-            float* rescale, float* maximum, float* sum) {
+float prepare(const Problem& problem, const Scratch& scratch, int begin, int end, int num_vecs, float* weights) {
   const float negative_infinity = -__builtin_inff();
   Vec highest = set1(kLowest);
   for (int v = 0; v < num_vecs; ++v) {
@@ -348,48 +301,92 @@ void soften(const Problem& problem, const Scratch& scratch, int begin, int end, 
     store(weights + v * kWidth, x);
     highest = max(highest, x);
   }
-  const float tile_maximum = reduce_max(highest);
-  const float new_maximum = tile_maximum > *maximum ? tile_maximum : *maximum;
-  Vec tile_sum = zero();
+  return reduce_max(highest);
+}
+
+// Scores to weights e^(score - maximum); their sum. Tokens the row cannot see weigh 0.
+template <bool kScaled>
+float weigh(const Scratch& scratch, float maximum, int num_vecs, float* weights) {
+  Vec sum = zero();
   for (int v = 0; v < num_vecs; ++v) {
-    const Vec p = exp(load(weights + v * kWidth) - set1(new_maximum));
+    const Vec p = exp(load(weights + v * kWidth) - set1(maximum));
     store(weights + v * kWidth, kScaled ? p * load(scratch.value_scales + v * kWidth) : p);
-    tile_sum = tile_sum + p;
+    sum = sum + p;
   }
-  *rescale = *maximum == new_maximum ? 1.f : exp_of(*maximum - new_maximum);
-  *sum = *sum * *rescale + reduce_add(tile_sum);
-  *maximum = new_maximum;
+  return reduce_add(sum);
+}
+
+// Weights of all rows, their sums and maxima updated. In three passes, so that rows wait for nothing but their own.
+template <bool kScaled>
+void soften(const Problem& problem, const Item& item, const Scratch& scratch, int64_t tile_start, int num_vecs,
+            Stream& stream) {
+  const int64_t seq_len = problem.rows->seq_lens[item.seq];
+  const int32_t* starts = problem.rows->query_start_loc + item.seq;
+  const int64_t first_position = seq_len - (starts[1] - starts[0]) + item.first_query;
+  float* maximum = scratch.split.maximum;
+  float* tile = scratch.tile;  // of each row: its maximum, then its sum
+  int64_t row = 0;
+  for (int64_t query = 0; query < item.num_queries; ++query) {
+    const int64_t position = first_position + query;
+    const int seen_end = static_cast<int>(max_of(min_of(position + 1 - tile_start, kTile), 0));
+    const int64_t unseen = problem.window > 0 ? max_of(0, position + 1 - problem.window - tile_start) : 0;
+    const int seen_begin = static_cast<int>(min_of(unseen, kTile));
+    for (int64_t i = 0; i < problem.group; ++i, ++row) {
+      stream.pause();
+      tile[row] = prepare<kScaled>(problem, scratch, seen_begin, seen_end, num_vecs, scratch.weights + row * kTile);
+    }
+  }
+  for (row = 0; row < item.num_rows; row += kWidth) {
+    const Vec old = load(maximum + row), highest = max(load(tile + row), old);
+    store(scratch.rescale + row, exp(old - highest));
+    store(maximum + row, highest);
+  }
+  for (row = 0; row < item.num_rows; ++row) {
+    stream.pause();
+    tile[row] = weigh<kScaled>(scratch, maximum[row], num_vecs, scratch.weights + row * kTile);
+  }
+  for (row = 0; row < item.num_rows; row += kWidth) {
+    float* sum = scratch.split.sum + row;
+    store(sum, load(sum) * load(scratch.rescale + row) + load(tile + row));
+  }
 }
 
 template <class KeyT>
 void score_item(const Problem& problem, const Item& item, const Scratch& scratch, const KeyT* const* keys,
-                int64_t key_stride, int num_vecs) {
+                int64_t key_stride, int num_vecs, Stream& stream) {
   const int64_t num_groups = ceil_div(item.num_rows, kMaxRowGroup);
   for (int64_t i = 0; i < num_groups; ++i) {
     const int64_t row = item.num_rows * i / num_groups, next = item.num_rows * (i + 1) / num_groups;
     PS_WITH_ROWS(next - row, (score_rows<kRows>(scratch.query + row * problem.head_dim, problem.head_dim, keys,
-                                                key_stride, num_vecs, scratch.weights + row * kTile)));
+                                                key_stride, num_vecs, scratch.weights + row * kTile, stream)));
   }
 }
 
 template <class ValueT>
-void accumulate_item(const Problem& problem, const Item& item, const Scratch& scratch, const Tile<ValueT>& tile) {
+void accumulate_item(const Problem& problem, const Item& item, const Scratch& scratch, const Tile<ValueT>& tile,
+                     Stream& stream) {
   const int64_t num_groups = ceil_div(item.num_rows, kMaxRowGroup);
   for (int64_t i = 0; i < num_groups; ++i) {
     const int64_t row = item.num_rows * i / num_groups, next = item.num_rows * (i + 1) / num_groups;
     PS_WITH_ROWS(next - row,
                  (accumulate_rows<kRows>(tile, problem.head_dim, scratch.weights + row * kTile,
-                                         scratch.rescale + row, scratch.split.values + row * problem.head_dim)));
+                                         scratch.rescale + row, scratch.split.values + row * problem.head_dim, stream)));
   }
 }
 
+// Of the first rows of an item: the others find everything fetched.
+int64_t num_pauses(int64_t head_dim, int num_vecs, int num_tokens, int64_t num_rows) {
+  const int64_t of_scores = (num_vecs / kVecs + num_vecs % kVecs) * ceil_div(head_dim, kPauseDims);
+  const int64_t wide = head_dim / kWidth;
+  return of_scores + (wide / kVecs + wide % kVecs) * ceil_div(num_tokens, kPauseTokens) + 2 * min_of(num_rows, kMaxRowGroup);
+}
+
 template <class T>
-void attend_tile(const Problem& problem, const Item& item, const Scratch& scratch, int64_t tile_start, Ahead& ahead) {
-  const int64_t quarter = (ahead.lines() + 3) / 4;
-  ahead.fetch(quarter);
+void attend_tile(const Problem& problem, const Item& item, const Scratch& scratch, int64_t tile_start, Stream& stream) {
   Tile<T> tile;
   locate(problem, item, tile_start, tile);
   const int num_vecs = (tile.end + kWidth - 1) / kWidth;
+  stream.begin_tile(item, tile_start, num_pauses(problem.head_dim, num_vecs, tile.end - tile.begin, item.num_rows));
   constexpr bool kScaled = sizeof(T) == 1;
   if constexpr (kScaled) gather_scales(problem, tile, tile_start, scratch);
   const bool shared = sizeof(T) < sizeof(float) && item.num_rows > kMaxRowGroup;
@@ -398,29 +395,18 @@ void attend_tile(const Problem& problem, const Item& item, const Scratch& scratc
     widen_keys(tile, problem.head_dim, scratch.keys);
     const float* keys[kTileVecs];
     for (int v = 0; v < num_vecs; ++v) keys[v] = scratch.keys + v * kWidth;
-    score_item(problem, item, scratch, keys, kTile, num_vecs);
+    score_item(problem, item, scratch, keys, kTile, num_vecs, stream);
   } else {
     const T* keys[kTileVecs];
     for (int v = 0; v < num_vecs; ++v) {
       keys[v] = tile.keys[v * kWidth / tile.segment_len] + v * kWidth % tile.segment_len;
     }
-    score_item(problem, item, scratch, keys, tile.key_stride, num_vecs);
+    score_item(problem, item, scratch, keys, tile.key_stride, num_vecs, stream);
   }
 
-  ahead.fetch(quarter);
-  const int64_t seq_len = problem.rows->seq_lens[item.seq];
-  const int32_t* starts = problem.rows->query_start_loc + item.seq;
-  const int64_t first_position = seq_len - (starts[1] - starts[0]) + item.first_query;
-  for (int64_t row = 0; row < item.num_rows; ++row) {
-    const int64_t position = first_position + row / problem.group;
-    const int64_t seen_end = min_of(position + 1 - tile_start, kTile);
-    const int64_t seen_begin = problem.window > 0 ? max_of(0, position + 1 - problem.window - tile_start) : 0;
-    soften<kScaled>(problem, scratch, static_cast<int>(min_of(seen_begin, kTile)),
-                    static_cast<int>(max_of(seen_end, 0)), num_vecs, scratch.weights + row * kTile,
-                    scratch.rescale + row, scratch.split.maximum + row, scratch.split.sum + row);
-  }
+  stream.pause();
+  soften<kScaled>(problem, item, scratch, tile_start, num_vecs, stream);
 
-  ahead.fetch(quarter);
   if (shared) {
     widen_values(tile, problem.head_dim, scratch.tokens);
     Tile<float> wide;
@@ -428,11 +414,11 @@ void attend_tile(const Problem& problem, const Item& item, const Scratch& scratc
     wide.segment_len = kTile;
     wide.begin = tile.begin;
     wide.end = tile.end;
-    accumulate_item(problem, item, scratch, wide);
+    accumulate_item(problem, item, scratch, wide, stream);
   } else {
-    accumulate_item(problem, item, scratch, tile);
+    accumulate_item(problem, item, scratch, tile, stream);
   }
-  ahead.fetch(quarter);
+  stream.end_tile();
 }
 
 #undef PS_WITH_ROWS
