@@ -205,7 +205,8 @@ void paged_attention(float* out, int64_t out_stride, const float* query, int64_t
   problem.scale = scale;
   problem.window = window;
   problem.soft_cap = soft_cap;
-  problem.item_tokens = max_of(1, kItemRows / problem.group);
+  const bool are_many = rows.num_tokens * num_heads >= int64_t{kItemsPerThread} * num_threads() * kItemRows;
+  problem.item_tokens = max_of(1, (are_many ? kItemRows : kFewItemRows) / problem.group);
   switch (kv.dtype) {
     case PS_F32: attend<float>(problem, status); break;
     case PS_BF16: attend<bf16>(problem, status); break;

@@ -10,7 +10,10 @@ namespace {
 
 constexpr int kTile = 64;
 constexpr int kSplit = 512;
-constexpr int kItemRows = 48;  // rows of an item, if one token has no more
+// Rows of an item, if one token has no more: many, for K and V are widened once for all of them; fewer where threads would
+// get less than kItemsPerThread.
+constexpr int kItemRows = 96, kFewItemRows = 48;
+constexpr int kItemsPerThread = 8;
 
 struct Problem {
   float* out;
