@@ -28,7 +28,6 @@ struct IsaEntry {
   const char* name;
   bool (*runs_here)();
   DotIsa dot = DotIsa::kOfBase;
-  bool has_amx = false;
 };
 
 [[maybe_unused]] bool always() { return true; }
@@ -58,8 +57,8 @@ bool has_amx() {
   constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned eax, ebx, ecx, edx;
-  if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kTile) == 0 || (edx & kInt8) == 0) return false;
+  if (!has_avx512() || !__builtin_cpu_supports("avx512vbmi2")) return false;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kTile) == 0 || (edx & kInt8) == 0) return false;
   static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return is_permitted;
 }
@@ -87,9 +86,7 @@ bool has_amx() {
 #endif
 
 const IsaEntry kIsas[] = {  // best first
-#ifdef PS_HAVE_AMX
-    {Isa::kAvx512, "amx", has_amx, DotIsa::kOfBase, true},
-#endif
+    PS_IF_AMX({Isa::kAvx512, "amx", has_amx, DotIsa::kAmx}, )
     PS_IF_AVX512({Isa::kAvx512, "avx512", has_avx512}, )
     PS_IF_AVX2_VNNI({Isa::kAvx2, "avx2_vnni", has_avx2_vnni, DotIsa::kAvx2Vnni}, )
     PS_IF_AVX2({Isa::kAvx2, "avx2", has_avx2}, )
@@ -109,8 +106,6 @@ const IsaEntry& best_isa() {
 std::atomic<const IsaEntry*> g_isa{&best_isa()};
 
 }  // namespace
-
-bool uses_amx() { return g_isa.load(std::memory_order_relaxed)->has_amx; }
 
 Isa current_isa() { return g_isa.load(std::memory_order_relaxed)->isa; }
 

@@ -1,17 +1,15 @@
 // Which instruction set's kernels run. Kernels are declared once per set by PS_FOR_EACH_ISA and called by PS_CALL.
-// Some sets differ from another one in their integer dot products alone: they have builds of the packed linears, and the
+// Some sets differ from another one in their products of integer weights alone: they have builds of the packed linears, and the
 // kernels of that other set, their base, for all else. PS_FOR_EACH_DOT_ISA and PS_CALL_DOT know these too.
 #pragma once
 
 namespace ps {
 
 enum class Isa { kScalar, kAvx2, kAvx512, kNeon };
-enum class DotIsa { kOfBase, kAvx2Vnni, kNeonDotprod, kNeonI8mm };
+enum class DotIsa { kOfBase, kAmx, kAvx2Vnni, kNeonDotprod, kNeonI8mm };
 
 Isa current_isa();
 DotIsa current_dot_isa();
-// Whether AMX tiles may be used beside the AVX-512 kernels.
-bool uses_amx();
 
 }  // namespace ps
 
@@ -31,6 +29,11 @@ bool uses_amx();
 #define PS_IF_NEON(...)
 #endif
 
+#ifdef PS_HAVE_AMX
+#define PS_IF_AMX(...) __VA_ARGS__
+#else
+#define PS_IF_AMX(...)
+#endif
 #ifdef PS_HAVE_AVX2_VNNI
 #define PS_IF_AVX2_VNNI(...) __VA_ARGS__
 #else
@@ -69,6 +72,7 @@ bool uses_amx();
 
 #define PS_FOR_EACH_DOT_ISA(...)                        \
   PS_FOR_EACH_ISA(__VA_ARGS__)                          \
+  PS_IF_AMX(namespace amx{__VA_ARGS__})                   \
   PS_IF_AVX2_VNNI(namespace avx2_vnni{__VA_ARGS__})       \
   PS_IF_NEON_DOTPROD(namespace neon_dotprod{__VA_ARGS__}) \
   PS_IF_NEON_I8MM(namespace neon_i8mm{__VA_ARGS__})
@@ -76,6 +80,7 @@ bool uses_amx();
 #define PS_CALL_DOT(function, ...)                                                                     \
   do {                                                                                                 \
     switch (::ps::current_dot_isa()) {                                                                 \
+      PS_IF_AMX(case ::ps::DotIsa::kAmx : ::ps::amx::function(__VA_ARGS__); break;)                           \
       PS_IF_AVX2_VNNI(case ::ps::DotIsa::kAvx2Vnni : ::ps::avx2_vnni::function(__VA_ARGS__); break;)          \
       PS_IF_NEON_DOTPROD(case ::ps::DotIsa::kNeonDotprod : ::ps::neon_dotprod::function(__VA_ARGS__); break;) \
       PS_IF_NEON_I8MM(case ::ps::DotIsa::kNeonI8mm : ::ps::neon_i8mm::function(__VA_ARGS__); break;)          \

@@ -30,8 +30,7 @@ struct Block {
   const float* const* rows;
   int64_t num_rows;
   int64_t depth;
-  bool in_amx_tiles;  // where the matrix' format has them
-  uint8_t* memory;    // what the rows become
+  uint8_t* memory;  // what the rows become
 };
 
 Call call_of(const Block& block, const ps_linear_weight& weight, int max_height, float* out, int64_t out_stride) {
@@ -56,73 +55,6 @@ void multiply_tiles(const Call& call) {
     }
   }
 }
-
-#ifdef PS_HAVE_AMX
-
-constexpr int64_t kAmxTileCodes = kAmxGroup;             // bytes of a tile's codes, a group
-constexpr int64_t kAmxTileWords = kAmxWords * kAmxRows;  // words of its meta
-
-// How many of an expert's rows come in tiles, as far as that pays.
-int64_t rows_in_tiles(int64_t num_rows) {
-  const int64_t rest = num_rows % kAmxRows;
-  return rest < kAmxMinRows ? num_rows - rest : num_rows;
-}
-
-int64_t amx_groups(const Block& block) {  // of all tiles
-  return (block.num_rows + kAmxRows - 1) / kAmxRows * (block.depth / kGroup);
-}
-
-float* amx_meta(const Block& block) {
-  return reinterpret_cast<float*>(block.memory + amx_groups(block) * kAmxTileCodes);
-}
-
-template <class Codes>
-void prepare_amx_block(const Block& block, const LinearFormat& format) {
-  const int64_t num_groups = block.depth / kGroup;
-  auto* codes = reinterpret_cast<int8_t*>(block.memory);
-  float* meta = amx_meta(block);
-  if (block.num_rows % kAmxRows != 0) {  // rows that the last tile lacks count as zero
-    std::memset(codes, 0, static_cast<size_t>(amx_groups(block) * kAmxTileCodes));
-    std::memset(meta, 0, static_cast<size_t>(amx_groups(block) * kAmxTileWords) * 4);
-  }
-  for (int64_t row = 0; row < block.num_rows; ++row) {
-    const int64_t first_group = row / kAmxRows * num_groups, i = row % kAmxRows;
-    const float* next = block.rows[row + 1 < block.num_rows ? row + 1 : row];
-    quantize_amx_row<Codes>(block.rows[row], next, block.depth, format, i, codes + first_group * kAmxTileCodes,
-                            meta + first_group * kAmxTileWords);
-  }
-}
-
-template <class Codes, class Scale, bool kHasMin>
-void multiply_amx_block(const Block& block, const Call& call, uint8_t* unpacked) {
-  constexpr bool kIsNibbles = kAmxNibbles<Codes>;
-  const int64_t num_groups = block.depth / kGroup;
-  const auto* activations = reinterpret_cast<const int8_t*>(block.memory);
-  const TileConfig config(kIsNibbles);
-  for (int64_t panel = 0; panel <= call.last_panel; ++panel) {
-    const uint8_t* codes = call.data + panel * call.panel_bytes;
-    const auto* scales = reinterpret_cast<const Scale*>(codes + num_groups * (kIsNibbles ? kAmxCodes / 2 : kAmxCodes));
-    const uint8_t* ahead = panel < call.last_panel ? codes + call.panel_bytes : nullptr;
-    if (kIsNibbles) {
-      unpack_nibbles(codes, num_groups, unpacked);
-      codes = unpacked;
-    }
-    for (int64_t row = 0; row < block.num_rows; row += kAmxRows) {
-      const int64_t first_group = row / kAmxRows * num_groups;
-      Vec sum[kAmxRows];
-      amx_rows<Codes, Scale, kHasMin>(activations + first_group * kAmxTileCodes,
-                                      amx_meta(block) + first_group * kAmxTileWords, codes, scales, num_groups,
-                                      row == 0 ? ahead : nullptr, (call.panel_bytes + num_groups - 1) / num_groups,
-                                      block.num_rows - row, sum);
-      for (int64_t i = 0; i < kAmxRows && row + i < block.num_rows; ++i) {
-        Vec one[1][1] = {{sum[i]}};
-        store_tile<1, 1>(call.args, row + i, panel * kPanel, one);
-      }
-    }
-  }
-}
-
-#endif
 
 template <class Values>
 struct FloatBlocks {
@@ -163,16 +95,10 @@ struct IntBlocks {
   static int64_t code_bytes(const Block& block) { return rounded_up(block.num_rows * block.depth * kPlanes); }
 
   static int64_t num_bytes(const Block& block) {
-#ifdef PS_HAVE_AMX
-    if (kHalves == 1 && block.in_amx_tiles) return amx_groups(block) * (kAmxTileCodes + kAmxTileWords * 4);
-#endif
     return code_bytes(block) + block.num_rows * (block.depth / kGroup) * kWords * 4;
   }
 
   static void prepare(const Block& block, int format) {
-#ifdef PS_HAVE_AMX
-    if (kHalves == 1 && block.in_amx_tiles) return prepare_amx_block<Codes>(block, kLinearFormats[format]);
-#endif
     const int64_t words = block.depth / kGroup * kWords;
     auto* codes = reinterpret_cast<int8_t*>(block.memory);
     auto* meta = reinterpret_cast<float*>(block.memory + code_bytes(block));
@@ -187,19 +113,139 @@ struct IntBlocks {
     }
   }
 
-  static void multiply(const Block& block, const ps_linear_weight& weight, float* out, int64_t out_stride,
-                       [[maybe_unused]] uint8_t* unpacked) {
+  static void multiply(const Block& block, const ps_linear_weight& weight, float* out, int64_t out_stride, uint8_t*) {
     Call call = call_of(block, weight, kHeight, out, out_stride);
-#ifdef PS_HAVE_AMX
-    if constexpr (kHalves == 1) {
-      if (block.in_amx_tiles) return multiply_amx_block<Codes, Scale, kHasMin>(block, call, unpacked);
-    }
-#endif
     call.codes = reinterpret_cast<const int8_t*>(block.memory);
     call.meta = reinterpret_cast<const float*>(block.memory + code_bytes(block));
     multiply_tiles<IntTiles<Codes, Scale, kHasMin, kHalves>, kHeight, kIntVecs>(call);
   }
 };
+
+#ifdef PS_ISA_AMX
+
+// How many of a block's rows come in tiles, as far as that pays; the others follow them as in IntBlocks.
+int64_t rows_in_tiles(int64_t num_rows) {
+  const int64_t rest = num_rows % kAmxRows;
+  return rest < kAmxMinRows ? num_rows - rest : num_rows;
+}
+
+// The rows of a block from one on.
+Block rest_of(const Block& block, int64_t first, int64_t bytes_before) {
+  return {block.rows + first, block.num_rows - first, block.depth, block.memory + bytes_before};
+}
+
+template <class Codes, class Scale, bool kHasMin>
+struct ByteBlocks {
+  using Rest = IntBlocks<Codes, Scale, kHasMin, 1>;
+
+  static int64_t num_groups(const Block& block) {  // of all tiles
+    return (rows_in_tiles(block.num_rows) + kAmxRows - 1) / kAmxRows * (block.depth / kGroup);
+  }
+  static int64_t tile_bytes(const Block& block) { return num_groups(block) * (kAmxGroup + kAmxWords * kAmxRows * 4); }
+  static Block rest(const Block& block) { return rest_of(block, rows_in_tiles(block.num_rows), tile_bytes(block)); }
+  static float* meta(const Block& block) { return reinterpret_cast<float*>(block.memory + num_groups(block) * kAmxGroup); }
+
+  static int64_t num_bytes(const Block& block) { return tile_bytes(block) + Rest::num_bytes(rest(block)); }
+
+  static void prepare(const Block& block, int format) {
+    const int64_t depth = block.depth, groups = depth / kGroup, num_rows = rows_in_tiles(block.num_rows);
+    auto* codes = reinterpret_cast<int8_t*>(block.memory);
+    if (num_rows % kAmxRows != 0) {  // rows that the last tile lacks count as zero
+      std::memset(block.memory, 0, static_cast<size_t>(tile_bytes(block)));
+    }
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t first_group = row / kAmxRows * groups;
+      quantize_amx_row(block.rows[row], depth, kLinearFormats[format], row % kAmxRows, codes + first_group * kAmxGroup,
+                       meta(block) + first_group * kAmxWords * kAmxRows);
+    }
+    Rest::prepare(rest(block), format);
+  }
+
+  static void multiply(const Block& block, const ps_linear_weight& weight, float* out, int64_t out_stride,
+                       uint8_t* memory) {
+    const int64_t groups = block.depth / kGroup, num_rows = rows_in_tiles(block.num_rows);
+    const Call call = call_of(block, weight, kAmxRows, out, out_stride);
+    if (num_rows > 0) {
+      const TileConfig config;
+      for (int64_t panel = 0; panel <= call.last_panel; ++panel) {
+        const uint8_t* codes = call.data + panel * call.panel_bytes;
+        const auto* scales = reinterpret_cast<const Scale*>(codes + groups * kAmxCodes);
+        const uint8_t* ahead = panel < call.last_panel ? codes + call.panel_bytes : nullptr;
+        for (int64_t row = 0; row < num_rows; row += kAmxRows) {
+          const int64_t first_group = row / kAmxRows * groups;
+          Vec sum[kAmxRows];
+          amx_tile<Scale, kHasMin>(reinterpret_cast<const int8_t*>(block.memory) + first_group * kAmxGroup,
+                                   meta(block) + first_group * kAmxWords * kAmxRows, codes, scales, groups,
+                                   row == 0 ? ahead : nullptr, (call.panel_bytes + groups - 1) / groups, sum);
+          for (int64_t i = 0; i < kAmxRows && row + i < num_rows; ++i) {
+            Vec one[1][1] = {{sum[i]}};
+            store_tile<1, 1>(call.args, row + i, panel * kPanel, one);
+          }
+        }
+      }
+    }
+    if (num_rows < block.num_rows) Rest::multiply(rest(block), weight, out + num_rows * out_stride, out_stride, memory);
+  }
+};
+
+int64_t multiply_bytes(int64_t depth) { return depth <= kExactAmxDepth ? exact_piece_bytes(depth) : 0; }
+
+template <class Scale, bool kHasMin>
+struct NibbleBlocks {
+  static int64_t num_bytes(const Block& block) {
+    return takes_tiles(block.num_rows, block.depth) ? AmxLayout(block.num_rows, block.depth).num_bytes
+                                                    : ExactLayout(block.num_rows, block.depth).num_bytes;
+  }
+
+  static void prepare(const Block& block, int format) {
+    if (takes_tiles(block.num_rows, block.depth)) {
+      const AmxLayout layout(block.num_rows, block.depth);
+      for (int64_t row = 0; row < block.num_rows; ++row) {
+        const float* next = block.rows[row + 1 < block.num_rows ? row + 1 : row];
+        layout.prepare_row(block.rows[row], next, block.depth, row, block.memory);
+      }
+      return;
+    }
+    const ExactLayout layout(block.num_rows, block.depth);
+    const Call tiles = call_of(block, {nullptr, 1, block.depth, format}, kExactRows, nullptr, 0);
+    for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
+      const int64_t row = tiles.first_row(tile), height = tiles.first_row(tile + 1) - row;
+      for (int64_t i = 0; i < height; ++i) {
+        layout.prepare_row(block.rows[row + i], block.depth, kLinearFormats[format], row, height, i, block.memory);
+      }
+    }
+  }
+
+  static void multiply(const Block& block, const ps_linear_weight& weight, float* out, int64_t out_stride,
+                       uint8_t* memory) {
+    Call call = call_of(block, weight, kExactRows, out, out_stride);
+    if (!takes_tiles(block.num_rows, block.depth)) {
+      ExactLayout(block.num_rows, block.depth).place(block.memory, &call);
+      multiply_tiles<ExactTile<Scale, kHasMin>, kExactRows, kExactVecs>(call);
+      return;
+    }
+    const AmxLayout layout(block.num_rows, block.depth);
+    ExactTiles config;
+    FinishedSums finished(call.args, layout.scales(block.memory), memory);
+    for (int64_t column = 0; column < weight.out_features; column += kPanel) {
+      multiply_panel<Scale, kHasMin>(block.memory, layout.tile_bytes, block.num_rows, 0, column,
+                                     exact_panel(call, column, column + kPanel, memory), &config, &finished);
+    }
+    FinishedSums::write(&finished, kPairRows);
+  }
+};
+
+#else
+
+int64_t multiply_bytes(int64_t) { return 0; }
+
+template <class Codes, class Scale, bool kHasMin>
+using ByteBlocks = IntBlocks<Codes, Scale, kHasMin, 1>;
+
+template <class Scale, bool kHasMin>
+using NibbleBlocks = IntBlocks<Nibbles, Scale, kHasMin, 1>;
+
+#endif
 
 // Calls f with the kind of blocks that a format takes.
 template <class F>
@@ -208,12 +254,12 @@ PS_INLINE auto with_blocks(int format, const F& f) {
     case PS_LINEAR_F32: return f(FloatBlocks<F32Values>{});
     case PS_LINEAR_BF16: return f(FloatBlocks<BF16Values>{});
     case PS_LINEAR_F16: return f(FloatBlocks<F16Values>{});
-    case PS_LINEAR_INT8: return f(IntBlocks<Bytes, f16, false, 1>{});
+    case PS_LINEAR_INT8: return f(ByteBlocks<Bytes, f16, false>{});
     case PS_LINEAR_INT8_G16: return f(IntBlocks<Bytes, float, false, 2>{});
-    case PS_LINEAR_INT8_MIN: return f(IntBlocks<LowBytes, float, true, 1>{});
-    case PS_LINEAR_INT4_SYM: return f(IntBlocks<Nibbles, f16, false, 1>{});
-    case PS_LINEAR_INT4: return f(IntBlocks<Nibbles, f16, true, 1>{});
-    default: return f(IntBlocks<Nibbles, float, true, 1>{});  // PS_LINEAR_INT4_F32
+    case PS_LINEAR_INT8_MIN: return f(ByteBlocks<LowBytes, float, true>{});
+    case PS_LINEAR_INT4_SYM: return f(NibbleBlocks<f16, false>{});
+    case PS_LINEAR_INT4: return f(NibbleBlocks<f16, true>{});
+    default: return f(NibbleBlocks<float, true>{});  // PS_LINEAR_INT4_F32
   }
 }
 
@@ -227,11 +273,11 @@ void prepare_block(const Block& block, int format) {
 
 // `count` columns of the product from `first` on; out has them from its column 0 on.
 void multiply_block(const Block& block, const ps_linear_weight& weight, int64_t first, int64_t count, float* out,
-                    int64_t out_stride, uint8_t* unpacked) {
+                    int64_t out_stride, uint8_t* memory) {
   const int64_t bytes = panel_bytes(kLinearFormats[weight.format], weight.in_features);
   const ps_linear_weight columns{static_cast<const uint8_t*>(weight.data) + first / kPanel * bytes, count,
                                  weight.in_features, weight.format};
-  with_blocks(weight.format, [&](auto blocks) { blocks.multiply(block, columns, out, out_stride, unpacked); });
+  with_blocks(weight.format, [&](auto blocks) { blocks.multiply(block, columns, out, out_stride, memory); });
 }
 
 // A block of one expert before its three matrices; gate and up share their activations where their formats are one.
@@ -264,18 +310,18 @@ class Experts {
         if (block.up.memory != block.gate.memory) prepare_block(block.up, block.gate_up[1].format);
       }
     });
-    for_each_piece(inner_, [&](const ExpertBlock& block, int64_t first, int64_t count, float* both, uint8_t* unpacked) {
-      multiply_block(block.gate, block.gate_up[0], first, count, both, 2 * count, unpacked);
-      multiply_block(block.up, block.gate_up[1], first, count, both + count, 2 * count, unpacked);
+    for_each_piece(inner_, [&](const ExpertBlock& block, int64_t first, int64_t count, float* both, uint8_t* memory) {
+      multiply_block(block.gate, block.gate_up[0], first, count, both, 2 * count, memory);
+      multiply_block(block.up, block.gate_up[1], first, count, both + count, 2 * count, memory);
       PS_BASE_ISA::gated_activation(args_.activation, activated_ + block.place * inner_ + first, inner_, both,
                                     2 * count, block.gate.num_rows, count);
     });
     parallel_for(num_blocks_, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) prepare_block(blocks_[i].inner, blocks_[i].down->format);
     });
-    for_each_piece(hidden_, [&](const ExpertBlock& block, int64_t first, int64_t count, float*, uint8_t* unpacked) {
+    for_each_piece(hidden_, [&](const ExpertBlock& block, int64_t first, int64_t count, float*, uint8_t* memory) {
       multiply_block(block.inner, *block.down, first, count, results_ + block.place * hidden_ + first, hidden_,
-                     unpacked);
+                     memory);
     });
     if (!has_memory_) return false;
     add_up();
@@ -303,28 +349,21 @@ class Experts {
     num_blocks_ = 0;
     for (int64_t expert = 0; expert < args_.experts.num_experts; ++expert) {
       const int64_t begin = args_.starts[expert], end = args_.starts[expert + 1];
-      int64_t in_tiles = begin;
-#ifdef PS_HAVE_AMX
-      if (uses_amx()) in_tiles += rows_in_tiles(end - begin);
-#endif
-      for (int64_t place = begin; place < end;) {
-        const int64_t limit = place < in_tiles ? in_tiles : end;
-        const int64_t num_rows = limit - place < kBlockRows ? limit - place : kBlockRows;
-        add_block(expert, place, num_rows, place < in_tiles);
-        place += num_rows;
+      for (int64_t place = begin; place < end; place += kBlockRows) {
+        add_block(expert, place, end - place < kBlockRows ? end - place : kBlockRows);
       }
     }
     if (memory_ == nullptr) take<ExpertBlock>(num_blocks_);
   }
 
-  void add_block(int64_t expert, int64_t place, int64_t num_rows, bool in_amx_tiles) {
+  void add_block(int64_t expert, int64_t place, int64_t num_rows) {
     ExpertBlock block;
     block.gate_up = args_.experts.gate_up + 2 * expert;
     block.down = args_.experts.down + expert;
     block.place = place;
-    block.gate = {rows_ + place, num_rows, hidden_, in_amx_tiles, nullptr};
+    block.gate = {rows_ + place, num_rows, hidden_, nullptr};
     block.up = block.gate;
-    block.inner = {inner_rows_ + place, num_rows, inner_, in_amx_tiles, nullptr};
+    block.inner = {inner_rows_ + place, num_rows, inner_, nullptr};
     block.gate.memory = block.up.memory = take<uint8_t>(block_bytes(block.gate, block.gate_up[0].format));
     if (block.gate_up[1].format != block.gate_up[0].format) {
       block.up.memory = take<uint8_t>(block_bytes(block.up, block.gate_up[1].format));
@@ -334,7 +373,7 @@ class Experts {
     ++num_blocks_;
   }
 
-  // Calls f(block, first column, number of columns, memory for twice that many of its rows, memory to unpack into).
+  // Calls f(block, first column, number of columns, memory for twice that many of its rows, memory that products take).
   template <class F>
   void for_each_piece(int64_t num_columns, const F& f) {
     const int64_t num_pieces = (num_columns + kPieceColumns - 1) / kPieceColumns;  // of a block
@@ -343,7 +382,7 @@ class Experts {
     const int64_t deepest = hidden_ > inner_ ? hidden_ : inner_;
     parallel_for(items, items / (num_threads() * 16) + 1, [&](int64_t begin, int64_t end, int) {
       auto* memory = static_cast<uint8_t*>(
-          thread_scratch(kScratchPiece, static_cast<size_t>(kBothBytes + 2 * deepest * kPanel)));
+          thread_scratch(kScratchPiece, static_cast<size_t>(kBothBytes + multiply_bytes(deepest))));
       if (memory == nullptr) {
         __atomic_store_n(&has_memory_, false, __ATOMIC_RELAXED);
         return;

@@ -2,7 +2,8 @@
 //
 // A tile is MR rows by NV registers of columns, held in registers over all of k. Every output is one chain of
 // additions in the order of k (integer formats: of groups; sums within a group are exact integers), whatever the
-// tile: a row gets the same bits alone and in any batch, from any number of threads.
+// tile: a row gets the same bits alone and in any batch, from any number of threads. (linear_exact.h: of exact sums over
+// all of k.)
 #include "dot.h"
 #include "linear.h"
 #include "scratch.h"
@@ -21,8 +22,8 @@ namespace {
 
 // Tiles of rows that a piece of work goes through with one set of columns: their activations stay in the L2 cache.
 static constexpr int64_t kBlockRows = 96;
-// An activation's code is 256 * high + low, two planes of 8 bits. Beside 4-bit weights it keeps within 16 * 127 + 7, so
-// that one AMX product can take it as 16 * high + low (linear_amx.h).
+// An activation's code is 256 * high + low, two planes of 8 bits. Beside 4-bit weights it keeps within 16 * 127 + 7
+// (DECISIONS.md 151), but where linear_exact.h takes it.
 static constexpr int kPlanes = 2;
 static float largest_code(const LinearFormat& format) { return format.code_bits == 4 ? 16 * 127 + 7 : 256 * 127; }
 // How far ahead of use the values of float formats are fetched; codes are a tile ahead.
@@ -39,6 +40,7 @@ struct Call {
   const float* values;  // float formats
   const int8_t* codes;  // integer formats: quantised activations,
   const float* meta;    // [group][row][meta words]
+  const float* row_scales;  // exact products (linear_exact.h)
 
   int64_t first_row(int64_t tile) const { return args.num_rows * tile / num_tiles; }
 
@@ -401,6 +403,8 @@ bool prepare_int(Call* call, int max_height) {
 }  // namespace ps
 
 #include "linear_amx.h"
+#include "linear_exact.h"
+#include "linear_exact_amx.h"
 #include "linear_i8mm.h"
 
 namespace ps {
@@ -442,14 +446,14 @@ bool run_float(Call* call) {
 
 template <class Codes, class Scale, bool kHasMin, int kHalves>
 bool run_int(Call* call) {
-#ifdef PS_HAVE_AMX
-  if constexpr (kHalves == 1) {
-    if (uses_amx()) {
-      const int64_t done = run_amx<Codes, Scale, kHasMin>(*call);
-      if (done < 0) return false;
-      call->args.skip_rows(done);
-      if (call->args.num_rows == 0) return true;
-    }
+#ifdef PS_ISA_AMX
+  if constexpr (Codes::kDepth == Nibbles::kDepth) {
+    return run_exact<Scale, kHasMin>(call);
+  } else if constexpr (kHalves == 1) {
+    const int64_t done = run_amx<Scale, kHasMin>(*call);
+    if (done < 0) return false;
+    call->args.skip_rows(done);
+    if (call->args.num_rows == 0) return true;
   }
 #endif
   constexpr int kHeight = Codes::kDepth == Nibbles::kDepth ? kIntRows : kByteRows;
@@ -480,6 +484,7 @@ void linear(const LinearArgs& args, int* status) {
             panel_bytes(kLinearFormats[args.weight.format], args.weight.in_features),
             (args.weight.out_features - 1) / kPanel,
             1,
+            nullptr,
             nullptr,
             nullptr,
             nullptr};

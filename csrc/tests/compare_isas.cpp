@@ -248,7 +248,9 @@ int main() {
         const float error = std::fabs(found[j] - wanted[i][j]) / (1.f + std::fabs(wanted[i][j]));
         if (!(error <= worst)) worst = error;  // a NaN counts as worst
       }
-      const bool good = worst < 1e-5f;
+      // AMX rounds operands beside 4-bit weights otherwise (cpu/linear_exact.h).
+      const bool is_otherwise = isa == "amx" && std::strstr(kCases[i].name, "int4") != nullptr;
+      const bool good = worst < (is_otherwise ? 5e-2f : 1e-5f);
       failures += !good;
       std::printf("%-12s %-30s %.1e %s\n", isa.c_str(), kCases[i].name, worst, good ? "ok" : "WRONG");
     }

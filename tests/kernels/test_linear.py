@@ -6,6 +6,8 @@ Outputs are poisoned with NaN: what is left unwritten by mistake shows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ FILE_ONLY = {"int8_g16": "Q6_K", "int8_min": "Q5_K", "int4_f32": "Q4_K"}
 FORMATS = (*FLOATS, *QUANTISING, *FILE_ONLY)
 SHAPES = [(1, 32), (16, 64), (37, 96), (100, 512), (192, 576)]
 ODD_SHAPES = [(1, 1), (19, 37), (70, 101)]  # float formats only
+NIBBLES = ("int4", "int4_sym", "int4_f32")
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -107,13 +110,119 @@ def test_products(isa: str, num_threads: int, fmt: str) -> None:
         x = randn(23, in_features)
         x[5] = 0
         x[6, : in_features // 2] *= 1e-38  # a whole group below the smallest scale counts as zero
-        seen = (x if fmt in FLOATS else reference.round_activations(x, 4 if fmt.startswith("int4") else 8)).double()
+        if isa == "amx" and fmt in NIBBLES:  # rounds rows and columns as a whole; see exact_product
+            integers, scales, weight = exact_integers(matrix, x)
+            seen = integers.double() * scales[:, None].double()
+        else:
+            seen = (x if fmt in FLOATS else reference.round_activations(x, 4 if fmt in NIBBLES else 8)).double()
         bias, residual = randn(out_features, seed=1), randn(23, out_features, seed=2)
         for kwargs in ({}, {"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
             wanted = reference.linear(seen, weight, *_as_double(kwargs), None)
             size = seen.abs() @ weight.abs().T + 1
             # Rounding of a chain of additions: far below its worst case, depth * 2^-24.
             assert ((multiply(matrix, x, **kwargs) - wanted).abs() <= size * 1e-6).all(), (out_features, in_features)
+
+
+def exact_integers(matrix: PackedMatrix, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `amx` sees beside 4-bit weights: x as integers [rows, k] with a scale a row, weights [out, k] as doubles."""
+    _, integers, scales, weight, steps = _exact_operands(matrix, x)
+    return integers, scales, weight.double() * steps[:, None].double()
+
+
+def exact_product(matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+    """`amx` beside 4-bit weights, bit by bit: exact sums of integers, rounded at the end."""
+    is_finite, integers, scales, weight, steps = _exact_operands(matrix, x)
+    sums = integers @ weight.T
+    rounded = ((sums >> 16).float().double() * 65536 + (sums & 0xFFFF)).float()
+    return (rounded * steps * scales[:, None]).masked_fill(~is_finite, torch.nan)
+
+
+def _exact_operands(matrix: PackedMatrix, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    limit = x.abs().amax(1)
+    largest, some = torch.tensor(32512.0), limit > 1e-33
+    steps_of_x = (x * torch.where(some, largest / limit, 0.0)[:, None]).round()
+    high = ((steps_of_x + 128) / 256).floor()
+    integers = torch.nan_to_num(256 * high + (steps_of_x - 256 * high).clamp(min=-127)).long()
+    scales = torch.where(some, limit / largest, 0.0)
+
+    codes, scale, offset = _nibbles(matrix)
+    bound = scale.abs().amax(1).double() * (8 if offset is None else 15)
+    bound = (bound if offset is None else bound + offset.abs().amax(1).double()).float()
+    largest, some = torch.tensor(32000.0), bound > 1e-33
+    inverse = torch.where(some, largest / bound, 0.0)[:, None]
+    scale = (scale * inverse).round().long()
+    offset = -8 * scale if offset is None else (offset * inverse).round().long()
+    weight = (scale[..., None] * codes + offset[..., None]).flatten(1)
+    is_finite = x.isfinite().all(1)[:, None] & bound.isfinite()[None, :]
+    return is_finite, integers, scales, weight, torch.where(some, bound / largest, 0.0)
+
+
+def _nibbles(matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes [out, groups, 32], scales and mins [out, groups] of the packed bytes (csrc/cpu/linear_format.h)."""
+    num_rows, num_groups = matrix.out_features, matrix.in_features // 32
+    panels = matrix.data.numpy().view(np.uint8).reshape((num_rows + 15) // 16, -1)
+    packed_codes = panels[:, : num_groups * 256].reshape(-1, num_groups, 4, 16, 4)
+    codes = np.stack([packed_codes & 15, packed_codes >> 4], axis=-2).transpose(0, 3, 1, 2, 4, 5)
+    dtype = np.dtype(np.float32 if matrix.format == "int4_f32" else np.float16)
+    count = 1 if matrix.format == "int4_sym" else 2
+    size = num_groups * count * 16 * dtype.itemsize
+    blocks = np.ascontiguousarray(panels[:, num_groups * 256 :][:, :size]).view(dtype)
+    scales = blocks.reshape(-1, num_groups, count, 16).transpose(2, 0, 3, 1).reshape(count, -1, num_groups)
+    scales = torch.from_numpy(scales[:, :num_rows].astype(np.float32))
+    codes = torch.from_numpy(codes.reshape(-1, num_groups, 32)[:num_rows].astype(np.int64))
+    return codes, scales[0], scales[1] if count == 2 else None
+
+
+@pytest.fixture
+def amx() -> Iterator[None]:
+    if not (native.available() and "amx" in native.available_isas()):
+        pytest.skip("needs a CPU with AMX")
+    native.select_isa("amx")
+    yield
+    native.select_isa(None)
+
+
+@pytest.mark.parametrize("fmt", NIBBLES)
+def test_amx_multiplies_nibbles_as_exact_integers(amx: None, num_threads: int, fmt: str) -> None:
+    for out_features, in_features in ((37, 32), (100, 96), (50, 576), (64, 1536)):
+        if fmt in FILE_ONLY:
+            in_features = (in_features + 255) // 256 * 256
+        matrix, x = packed(fmt, out_features, in_features), randn(70, in_features)
+        x[3] *= 1e-35
+        x[4] = 0
+        x[5, 7] = 1e4  # one number far above the others of its row
+        x[6, 1], x[7, in_features - 1] = torch.nan, -torch.inf
+        wanted = exact_product(matrix, x)
+        assert wanted[[0, 5]].isfinite().all() and not wanted[[6, 7]].isfinite().any()
+        for rows in (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 70):
+            for first in {0, 70 - rows}:
+                part = slice(first, first + rows)
+                assert_close(multiply(matrix, x[part]), wanted[part], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int4_sym"])
+def test_amx_sees_each_column_for_itself(amx: None, fmt: str) -> None:
+    weight = randn(40, 96)
+    weight[3] = 0
+    weight[4] *= 1e-3  # has steps of its own
+    weight[5, :32] *= 1e-2  # a group far below the others of its column
+    matrix = PackedMatrix(fmt, 40, 96)
+    matrix.pack(0, weight)
+    spoiled = PackedMatrix(fmt, 40, 96)
+    spoiled.pack(0, weight)
+    first_scale = spoiled.data.numpy().view(np.uint8)[3 * 256 :].view(np.uint16)  # of the first panel
+    first_scale[7], first_scale[8] = 0x7C00, 0x7E00  # inf and NaN in two columns
+    x = randn(20, 96)
+    exact = x.double() @ all_rows(matrix).double().T
+    for rows in (1, 20):
+        found, bad = multiply(matrix, x[:rows]), multiply(spoiled, x[:rows])
+        assert torch.equal(found, exact_product(matrix, x[:rows]))
+        assert not found[:, 3].any()
+        error = (found - exact[:rows]).norm(dim=0) / exact[:rows].norm(dim=0).clamp(min=1e-30)
+        assert (error[[0, 4, 5]] < 1e-3).all()
+        assert bad[:, [7, 8]].isnan().all()
+        others = [column for column in range(40) if column not in (7, 8)]
+        assert torch.equal(bad[:, others], found[:, others])
 
 
 def _as_double(kwargs: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -172,6 +281,7 @@ def test_nan_and_inf_spoil_their_own_row_and_no_other(isa: str, fmt: str, bad: f
 
 
 def test_instruction_sets_with_fused_multiply_add_agree_bit_for_bit() -> None:
+    """But for `amx` beside 4-bit weights, where it has an arithmetic of its own."""
     fused = ("avx2", "avx512", "amx")
     fused = tuple(name for name in fused if native.available() and name in native.available_isas())
     if len(fused) < 2:
@@ -184,9 +294,12 @@ def test_instruction_sets_with_fused_multiply_add_agree_bit_for_bit() -> None:
                 native.select_isa(name)
                 matrix = packed(fmt, 100, 512)
                 results.append((matrix.data, multiply(matrix, x)))
-            for other in results[1:]:
+            for name, other in zip(fused[1:], results[1:], strict=True):
                 assert torch.equal(results[0][0], other[0]), f"{fmt}: packed bytes"
-                assert torch.equal(results[0][1], other[1]), f"{fmt}: products"
+                if name == "amx" and fmt in NIBBLES:
+                    assert (other[1] - results[0][1]).norm() < 1e-3 * other[1].norm(), f"{fmt}: products"
+                else:
+                    assert torch.equal(results[0][1], other[1]), f"{fmt}: products"
     finally:
         native.select_isa(None)
 

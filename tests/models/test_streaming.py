@@ -196,4 +196,4 @@ def test_mapped_files_are_still_what_cpus_read(tmp_path: Path) -> None:
 
 
 def _files(folder: Path) -> object:
-    return SimpleNamespace(kind="safetensors", weight_files=(folder / "a.safetensors",))
+    return SimpleNamespace(gguf=None, weight_files=(folder / "a.safetensors",))
