@@ -5,9 +5,9 @@
     python benchmarks/perplexity.py --formats float32/bfloat16,float32/int8 --check float32/int8   KV cache dtypes
 
 The baseline is `--weights-dtype float32`: GGUF integers dequantised exactly, fp32 products, so that the loss is that
-of the format's products (activations rounded to 15 or 12 bits) and of whatever it quantises. Without --text the text is
-Python's language reference as the standard library ships it. Exits with 1 when a format named in --check loses more
-than --limit.
+of the format's products (activations rounded to 16, 15 or 12 bits) and of whatever it quantises. Without --text the
+text is Python's language reference as the standard library ships it. Exits with 1 when a format named in --check loses
+more than --limit.
 """
 
 from __future__ import annotations
