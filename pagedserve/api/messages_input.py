@@ -122,7 +122,7 @@ def _add_tools(fields: dict[str, Any], body: CountTokensRequest) -> None:
     kind = choice.get("type", "auto")
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _MODES:
+    elif isinstance(kind, str) and kind in _MODES:
         fields["tool_choice"] = _MODES[kind] if body.tool_choice else None
     else:
         raise RequestError("tool_choice.type must be auto, any, tool or none", param="tool_choice")

@@ -84,7 +84,7 @@ def _text(part: Any, where: str) -> str:
     kind = part.get("type")
     if kind in _MEDIA_PARTS:
         raise _error(f"{where} has type {kind!r}, but this model reads text only")
-    if kind not in _TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise _error(f"{where}.type is {_shown(kind)}; known: {', '.join(_TEXT_PARTS)}")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):

@@ -170,6 +170,7 @@ def test_counted_tokens_are_those_of_the_answer(client: anthropic.Anthropic) -> 
         ({"stop_sequences": [""]}, "stop_sequences must not hold an empty string"),
         ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice"),
+        ({"tool_choice": {"type": ["auto"]}}, "tool_choice"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "less than max_tokens"),

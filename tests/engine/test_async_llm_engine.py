@@ -326,15 +326,15 @@ async def test_a_core_that_hangs_is_noticed_and_one_that_goes_on_is_well_again(t
 
 async def test_shutdown_waits_for_running_requests_then_aborts_them(tiny_model: Path) -> None:
     async with started(tiny_model) as engine:
-        short = asyncio.create_task(collect(engine.generate("a", GREEDY)))
+        running = asyncio.create_task(collect(engine.generate("a", LONG)))
         await until(lambda: engine.num_unfinished_requests == 1)
         pid = engine.core_pid
-        closing = asyncio.create_task(engine.shutdown(timeout=20.0))
+        closing = asyncio.create_task(engine.shutdown(timeout=60.0))
         await asyncio.sleep(0)
         with pytest.raises(EngineDeadError, match="shutting down"):
             await collect(engine.generate("b", GREEDY))
         await closing
-        assert (await short)[-1].finished
+        assert (await running)[-1].finished
         assert pid is not None and not psutil.pid_exists(pid)
     async with started(tiny_model, max_num_batched_tokens=1) as engine:
         endless = asyncio.create_task(collect(engine.generate([5] * 400, LONG.with_(max_tokens=100))))

@@ -94,6 +94,7 @@ def test_c066_text_for_a_template_that_only_knows_parts():
         ([{"type": "text"}], "has no text"),
         ([{"type": "text", "text": 5}], "has no text"),
         ([{"text": "x"}], "type is missing"),
+        ([{"type": ["text"], "text": "x"}], "known: text"),
         ([""], "must be an object"),
         ([None], "must be an object"),
         (5, "must be text or a list"),
