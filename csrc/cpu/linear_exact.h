@@ -98,8 +98,8 @@ struct ColumnSteps {
                                 _mm512_maskz_div_ps(some, bound, largest_weight));
   }
 
-  PS_INLINE __m512i rounded(const ColumnSteps& steps, const Scale* scales) {
-    return _mm512_cvtps_epi32(_mm512_mul_ps(load(scales).v, steps.inverse));
+  PS_INLINE __m512i rounded(const Scale* scales, __m512 inverse) {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(load(scales).v, inverse));
   }
 };
 
@@ -178,11 +178,9 @@ struct ExactTile {
       PS_UNROLL
       for (int v = 0; v < NV; ++v) {
         __builtin_prefetch(reinterpret_cast<const uint8_t*>(scales[v]) + ahead, 0, 2);
-        const auto rounded = [&](const Scale* from) __attribute__((always_inline)) {
-          return _mm512_cvtps_epi32(_mm512_mul_ps(load(from).v, inverses[v]));
-        };
-        const __m512i scale = rounded(scales[v]), odd_scale = _mm512_srli_epi64(scale, 32);
-        const __m512i min = kHasMin ? rounded(scales[v] + kPanel) : scale, odd_min = _mm512_srli_epi64(min, 32);
+        const __m512i scale = Steps::rounded(scales[v], inverses[v]), odd_scale = _mm512_srli_epi64(scale, 32);
+        const __m512i min = kHasMin ? Steps::rounded(scales[v] + kPanel, inverses[v]) : scale;
+        const __m512i odd_min = _mm512_srli_epi64(min, 32);
         PS_UNROLL
         for (int i = 0; i < MR; ++i) {
           const int sum = static_cast<int>(bits_of(meta[i]));

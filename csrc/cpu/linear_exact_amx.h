@@ -70,8 +70,8 @@ PS_INLINE void unpack_exactly(const ColumnSteps<Scale, kHasMin>& steps, const ui
                               uint8_t* high, uint8_t* low) {
   using Steps = ColumnSteps<Scale, kHasMin>;
   const __m512i twice = _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100);
-  const __m512i scale = _mm512_shuffle_epi8(Steps::rounded(steps, scales), twice);
-  const __m512i min = kHasMin ? _mm512_shuffle_epi8(Steps::rounded(steps, scales + kPanel), twice)
+  const __m512i scale = _mm512_shuffle_epi8(Steps::rounded(scales, steps.inverse), twice);
+  const __m512i min = kHasMin ? _mm512_shuffle_epi8(Steps::rounded(scales + kPanel, steps.inverse), twice)
                               : _mm512_slli_epi16(_mm512_sub_epi16(_mm512_setzero_si512(), scale), 3);
   const __m512i mask = _mm512_set1_epi16(15);
   const auto weight = [&](__m512i code) __attribute__((always_inline)) {
