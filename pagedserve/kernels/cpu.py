@@ -11,41 +11,9 @@ import numpy as np
 import torch
 
 from pagedserve.kernels import native, reference
+from pagedserve.kernels.arguments import check_ints, check_rows, check_shape
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3}
-
-# ---- argument checks ----------------------------------------------------------------------------------------
-
-
-def _rows(tensor: torch.Tensor, name: str, num_dims: int) -> None:
-    """An fp32 CPU tensor, contiguous but for the stride of its first dimension (where it has two or more)."""
-    if tensor.dtype is not torch.float32 or not tensor.is_cpu:
-        raise TypeError(f"{name} must be fp32 on the CPU, it is {tensor.dtype} on {tensor.device}")
-    if tensor.dim() != num_dims:
-        raise ValueError(f"{name} must have {num_dims} dimensions, its shape is {tuple(tensor.shape)}")
-    if tensor.is_contiguous():
-        return
-    expected = 1
-    for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
-        if stride != expected and size != 1:
-            break
-        expected *= size
-    else:
-        if num_dims > 1:
-            return
-    raise ValueError(f"{name} must be contiguous but for its first dimension: strides {tensor.stride()}")
-
-
-def _ints(tensor: torch.Tensor, name: str, dtype: torch.dtype, num_dims: int) -> None:
-    if tensor.dtype is not dtype or not tensor.is_cpu:
-        raise TypeError(f"{name} must be {dtype} on the CPU, it is {tensor.dtype} on {tensor.device}")
-    if tensor.dim() != num_dims or not (tensor.is_contiguous() or (num_dims == 2 and tensor.stride(1) == 1)):
-        raise ValueError(f"{name} must be contiguous with {num_dims} dimensions: {tuple(tensor.shape)}")
-
-
-def _same(found: tuple[int, ...], wanted: tuple[int, ...], name: str) -> None:
-    if tuple(found) != wanted:
-        raise ValueError(f"{name} has shape {tuple(found)}, it must be {wanted}")
 
 
 @lru_cache(maxsize=1024)
@@ -76,7 +44,7 @@ def _kv_struct(kv_cache: torch.Tensor, head_dim: int) -> native.KVCacheStruct:
 
 
 def _cos_sin(cos_sin: torch.Tensor) -> tuple[int, int]:
-    _rows(cos_sin, "cos_sin", 2)
+    check_rows(cos_sin, "cos_sin", 2)
     if not cos_sin.is_contiguous():
         raise ValueError("cos_sin must be contiguous")
     max_position, rotary_dim = cos_sin.shape
@@ -98,15 +66,15 @@ def rms_norm(
     num_dims = x.dim()
     if num_dims not in (2, 3):
         raise ValueError(f"x must have 2 or 3 dimensions, its shape is {tuple(x.shape)}")
-    _rows(x, "x", num_dims)
-    _rows(out, "out", num_dims)
-    _rows(weight, "weight", 1)
+    check_rows(x, "x", num_dims)
+    check_rows(out, "out", num_dims)
+    check_rows(weight, "weight", 1)
     dim = x.shape[-1]
-    _same(out.shape, tuple(x.shape), "out")
-    _same(weight.shape, (dim,), "weight")
+    check_shape(out.shape, tuple(x.shape), "out")
+    check_shape(weight.shape, (dim,), "weight")
     if residual is not None:
-        _rows(residual, "residual", 2)
-        _same(residual.shape, tuple(x.shape), "residual")
+        check_rows(residual, "residual", 2)
+        check_shape(residual.shape, tuple(x.shape), "residual")
     num_inner = x.shape[1] if num_dims == 3 else 1
     native.call(
         "ps_rms_norm", out.data_ptr(), out.stride(0), dim, x.data_ptr(), x.stride(0), dim,
@@ -127,16 +95,16 @@ def layer_norm(
     if out is None:
         out = torch.empty(x.shape, dtype=torch.float32)
     for tensor, name in ((x, "x"), (out, "out")):
-        _rows(tensor, name, 2)
+        check_rows(tensor, name, 2)
     num_rows, dim = x.shape
-    _same(out.shape, (num_rows, dim), "out")
+    check_shape(out.shape, (num_rows, dim), "out")
     for tensor, name in ((weight, "weight"), (bias, "bias")):
         if tensor is not None:
-            _rows(tensor, name, 1)
-            _same(tensor.shape, (dim,), name)
+            check_rows(tensor, name, 1)
+            check_shape(tensor.shape, (dim,), name)
     if residual is not None:
-        _rows(residual, "residual", 2)
-        _same(residual.shape, (num_rows, dim), "residual")
+        check_rows(residual, "residual", 2)
+        check_shape(residual.shape, (num_rows, dim), "residual")
     native.call(
         "ps_layer_norm", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
         None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0),
@@ -151,15 +119,15 @@ def rotary_embedding(
     key: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_dim]
     cos_sin: torch.Tensor,  # [max_position, rotary_dim]
 ) -> None:
-    _ints(positions, "positions", torch.int64, 1)
-    _rows(query, "query", 3)
+    check_ints(positions, "positions", torch.int64, 1)
+    check_rows(query, "query", 3)
     num_tokens, num_heads, head_dim = query.shape
-    _same(positions.shape, (num_tokens,), "positions")
+    check_shape(positions.shape, (num_tokens,), "positions")
     max_position, rotary_dim = _cos_sin(cos_sin)
     key_pointer, key_stride, num_kv_heads = None, 0, 0
     if key is not None:
-        _rows(key, "key", 3)
-        _same((key.shape[0], key.shape[2]), (num_tokens, head_dim), "key's first and last dimension")
+        check_rows(key, "key", 3)
+        check_shape((key.shape[0], key.shape[2]), (num_tokens, head_dim), "key's first and last dimension")
         key_pointer, key_stride, num_kv_heads = key.data_ptr(), key.stride(0), key.shape[1]
     native.call(
         "ps_rotary_embedding", positions.data_ptr(), query.data_ptr(), query.stride(0), num_heads, key_pointer,
@@ -168,15 +136,15 @@ def rotary_embedding(
 
 
 def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    _rows(x, "x", 2)
+    check_rows(x, "x", 2)
     num_rows, double = x.shape
     if double % 2:
         raise ValueError(f"x must be [num_tokens, 2 * dim], its shape is {tuple(x.shape)}")
     dim = double // 2
     if out is None:
         out = torch.empty((num_rows, dim), dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, (num_rows, dim), "out")
+    check_rows(out, "out", 2)
+    check_shape(out.shape, (num_rows, dim), "out")
     native.call(
         "ps_gated_activation", _ACTIVATIONS[kind], out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
         num_rows, dim,
@@ -187,29 +155,29 @@ def gated_activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> to
 def activation(kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         out = torch.empty(x.shape, dtype=torch.float32)
-    _rows(x, "x", 2)
-    _rows(out, "out", 2)
-    _same(out.shape, tuple(x.shape), "out")
+    check_rows(x, "x", 2)
+    check_rows(out, "out", 2)
+    check_shape(out.shape, tuple(x.shape), "out")
     native.call("ps_activation", _ACTIVATIONS[kind], out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), *x.shape)
     return out
 
 
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
-    _rows(x, "x", 2)
+    check_rows(x, "x", 2)
     native.call("ps_scale", x.data_ptr(), x.stride(0), *x.shape, factor)
     return x
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    _rows(x, "x", 2)
+    check_rows(x, "x", 2)
     native.call("ps_soft_cap", x.data_ptr(), x.stride(0), *x.shape, cap)
     return x
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    _rows(x, "x", 2)
-    _rows(y, "y", 2)
-    _same(y.shape, tuple(x.shape), "y")
+    check_rows(x, "x", 2)
+    check_rows(y, "y", 2)
+    check_shape(y.shape, tuple(x.shape), "y")
     native.call("ps_add", x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), *x.shape)
     return x
 
@@ -219,14 +187,14 @@ def embedding(
     row_ids: torch.Tensor,  # int64 [num_tokens]
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    _ints(row_ids, "row_ids", torch.int64, 1)
+    check_ints(row_ids, "row_ids", torch.int64, 1)
     if table.dtype not in native.DTYPES or not table.is_cpu or table.dim() != 2 or table.stride(1) != 1:
         raise TypeError(f"table must be fp32, bf16 or fp16 rows on the CPU, it is {table.dtype} {tuple(table.shape)}")
     shape = (row_ids.shape[0], table.shape[1])
     if out is None:
         out = torch.empty(shape, dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, shape, "out")
+    check_rows(out, "out", 2)
+    check_shape(out.shape, shape, "out")
     native.call(
         "ps_embedding", out.data_ptr(), out.stride(0), table.data_ptr(), table.stride(0), table.shape[0],
         native.DTYPES[table.dtype], row_ids.data_ptr(), *shape,
@@ -240,14 +208,14 @@ def write_kv(
     kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size * head_dim]
     slot_mapping: torch.Tensor,  # int64 [num_tokens]
 ) -> None:
-    _rows(key, "key", 3)
-    _rows(value, "value", 3)
-    _ints(slot_mapping, "slot_mapping", torch.int64, 1)
+    check_rows(key, "key", 3)
+    check_rows(value, "value", 3)
+    check_ints(slot_mapping, "slot_mapping", torch.int64, 1)
     num_tokens, _, head_dim = key.shape
     struct = _kv_struct(kv_cache, head_dim)
-    _same(key.shape, (num_tokens, struct.num_kv_heads, head_dim), "key")
-    _same(value.shape, (num_tokens, struct.num_kv_heads, head_dim), "value")
-    _same(slot_mapping.shape, (num_tokens,), "slot_mapping")
+    check_shape(key.shape, (num_tokens, struct.num_kv_heads, head_dim), "key")
+    check_shape(value.shape, (num_tokens, struct.num_kv_heads, head_dim), "value")
+    check_shape(slot_mapping.shape, (num_tokens,), "slot_mapping")
     native.call(
         "ps_write_kv", struct, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
         slot_mapping.data_ptr(), num_tokens,
@@ -266,12 +234,12 @@ class AttentionRows:
         block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks_per_seq]
         num_tokens: int,
     ) -> None:
-        _ints(query_start_loc, "query_start_loc", torch.int32, 1)
-        _ints(seq_lens, "seq_lens", torch.int32, 1)
-        _ints(block_tables, "block_tables", torch.int32, 2)
+        check_ints(query_start_loc, "query_start_loc", torch.int32, 1)
+        check_ints(seq_lens, "seq_lens", torch.int32, 1)
+        check_ints(block_tables, "block_tables", torch.int32, 2)
         num_seqs = seq_lens.shape[0]
-        _same(query_start_loc.shape, (num_seqs + 1,), "query_start_loc")
-        _same(block_tables.shape[:1], (num_seqs,), "block_tables' first dimension")
+        check_shape(query_start_loc.shape, (num_seqs + 1,), "query_start_loc")
+        check_shape(block_tables.shape[:1], (num_seqs,), "block_tables' first dimension")
         self.num_tokens = num_tokens
         self._tensors = (query_start_loc, seq_lens, block_tables)  # kept alive: the struct points into them
         self.struct = native.AttentionRowsStruct(
@@ -298,15 +266,15 @@ def attend(
     out: torch.Tensor | None,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
     """`paged_attention` over rows that are checked already."""
-    _rows(query, "query", 3)
+    check_rows(query, "query", 3)
     num_tokens, num_heads, head_dim = query.shape
     if num_tokens != rows.num_tokens:
         raise ValueError(f"query has {num_tokens} tokens, the rows have {rows.num_tokens}")
     if out is None:
         out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
     else:
-        _rows(out, "out", 3)
-        _same(out.shape, (num_tokens, num_heads, head_dim), "out")
+        check_rows(out, "out", 3)
+        check_shape(out.shape, (num_tokens, num_heads, head_dim), "out")
     struct = _kv_struct(kv_cache, head_dim)
     native.call(
         "ps_paged_attention", out.data_ptr(), out.stride(0), query.data_ptr(), query.stride(0), num_heads,
@@ -328,9 +296,9 @@ def rotate_and_attend(
     soft_cap: float | None,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
     """rotary_embedding (query and key inside qkv, in place), write_kv and attend in one call."""
-    _rows(qkv, "qkv", 2)
-    _ints(positions, "positions", torch.int64, 1)
-    _ints(slot_mapping, "slot_mapping", torch.int64, 1)
+    check_rows(qkv, "qkv", 2)
+    check_ints(positions, "positions", torch.int64, 1)
+    check_ints(slot_mapping, "slot_mapping", torch.int64, 1)
     struct = _kv_struct(kv_cache, head_dim)
     num_tokens, width = qkv.shape
     num_heads, rest = divmod(width - 2 * struct.num_kv_heads * head_dim, head_dim)
@@ -371,9 +339,9 @@ def apply_token_bitmask(
     rows: torch.Tensor,  # int64 [num_masked]
     masks: torch.Tensor,  # int32 [num_masked, num_words]
 ) -> None:
-    _rows(logits, "logits", 2)
-    _ints(rows, "rows", torch.int64, 1)
-    _ints(masks, "masks", torch.int32, 2)
+    check_rows(logits, "logits", 2)
+    check_ints(rows, "rows", torch.int64, 1)
+    check_ints(masks, "masks", torch.int32, 2)
     num_rows, vocab_size = logits.shape
     if masks.shape[0] != rows.shape[0] or masks.shape[1] * 32 < vocab_size:
         needed = -(-vocab_size // 32)
@@ -385,8 +353,8 @@ def apply_token_bitmask(
 
 
 def swap_blocks(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    _ints(pairs, "pairs", torch.int64, 2)
-    _same(pairs.shape[1:], (2,), "pairs' last dimension")
+    check_ints(pairs, "pairs", torch.int64, 2)
+    check_shape(pairs.shape[1:], (2,), "pairs' last dimension")
     if src_pool.dtype is not dst_pool.dtype or src_pool.shape[1:] != dst_pool.shape[1:]:
         raise ValueError("the two pools must hold blocks of one dtype and shape")
     for pool in (src_pool, dst_pool):
@@ -408,20 +376,20 @@ def linear(
     residual: torch.Tensor | None,  # [num_tokens, out_features]
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    _rows(x, "x", 2)
+    check_rows(x, "x", 2)
     num_tokens = x.shape[0]
-    _same(x.shape[1:], (weight.in_features,), "x's last dimension")
+    check_shape(x.shape[1:], (weight.in_features,), "x's last dimension")
     shape = (num_tokens, weight.out_features)
     if out is None:
         out = torch.empty(shape, dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, shape, "out")
+    check_rows(out, "out", 2)
+    check_shape(out.shape, shape, "out")
     if bias is not None:
-        _rows(bias, "bias", 1)
-        _same(bias.shape, shape[1:], "bias")
+        check_rows(bias, "bias", 1)
+        check_shape(bias.shape, shape[1:], "bias")
     if residual is not None:
-        _rows(residual, "residual", 2)
-        _same(residual.shape, shape, "residual")
+        check_rows(residual, "residual", 2)
+        check_shape(residual.shape, shape, "residual")
     native.call(
         "ps_linear", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), num_tokens, weight.address,
         None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
@@ -431,18 +399,18 @@ def linear(
 
 
 def linear_rows(weight: native.PackedMatrix, row_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    _ints(row_ids, "row_ids", torch.int64, 1)
+    check_ints(row_ids, "row_ids", torch.int64, 1)
     shape = (row_ids.shape[0], weight.in_features)
     if out is None:
         out = torch.empty(shape, dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, shape, "out")
+    check_rows(out, "out", 2)
+    check_shape(out.shape, shape, "out")
     native.call("ps_linear_rows", out.data_ptr(), out.stride(0), weight.address, row_ids.data_ptr(), row_ids.shape[0])
     return out
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    _rows(logits, "logits", 2)
+    check_rows(logits, "logits", 2)
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.int64)
@@ -462,22 +430,22 @@ def experts(
     kind: str,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    _rows(x, "x", 2)
-    _rows(weights, "weights", 2)
-    _ints(chosen, "chosen", torch.int64, 2)
+    check_rows(x, "x", 2)
+    check_rows(weights, "weights", 2)
+    check_ints(chosen, "chosen", torch.int64, 2)
     num_experts, hidden_size, expert_size = down.shape
-    _same(gate_up.shape, (num_experts, 2 * expert_size, hidden_size), "gate_up")
-    _same(tuple(gate_up.part_sizes), (expert_size, expert_size), "a gate and up")
-    _same(tuple(down.part_sizes), (hidden_size,), "a down")
-    _same(x.shape[1:], (hidden_size,), "x's last dimension")
-    _same(chosen.shape[:1], (x.shape[0],), "chosen's first dimension")
-    _same(weights.shape, tuple(chosen.shape), "weights")
+    check_shape(gate_up.shape, (num_experts, 2 * expert_size, hidden_size), "gate_up")
+    check_shape(tuple(gate_up.part_sizes), (expert_size, expert_size), "a gate and up")
+    check_shape(tuple(down.part_sizes), (hidden_size,), "a down")
+    check_shape(x.shape[1:], (hidden_size,), "x's last dimension")
+    check_shape(chosen.shape[:1], (x.shape[0],), "chosen's first dimension")
+    check_shape(weights.shape, tuple(chosen.shape), "weights")
     if not (weights.is_contiguous() and chosen.is_contiguous()):
         raise ValueError("weights and chosen must be contiguous")
     if out is None:
         out = torch.empty(x.shape, dtype=torch.float32)
-    _rows(out, "out", 2)
-    _same(out.shape, tuple(x.shape), "out")
+    check_rows(out, "out", 2)
+    check_shape(out.shape, tuple(x.shape), "out")
     native.call(
         "ps_experts_sum", out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), x.shape[0], weights.data_ptr(),
         chosen.data_ptr(), chosen.shape[1], gate_up.address, down.address, num_experts, _ACTIVATIONS[kind],
@@ -487,7 +455,7 @@ def experts(
 
 def ggml_rows(table: np.ndarray, ggml_type: int, in_features: int, row_ids: torch.Tensor) -> torch.Tensor:
     """Rows of a GGUF tensor as it lies in the file, uint8 [num_table_rows, row_bytes]: fp32 [num_rows, in_features]."""
-    _ints(row_ids, "row_ids", torch.int64, 1)
+    check_ints(row_ids, "row_ids", torch.int64, 1)
     if table.dtype != np.uint8 or table.ndim != 2 or table.strides[1] != 1:
         raise ValueError(f"table must be uint8 [num_rows, row_bytes], it is {table.dtype} {table.shape}")
     out = torch.empty((row_ids.shape[0], in_features), dtype=torch.float32)
@@ -506,7 +474,7 @@ def sample(
     top_p: torch.Tensor,  # float64 [num_rows]
     uniform: torch.Tensor,  # float64 [num_rows]
 ) -> torch.Tensor:  # int64 [num_rows]
-    _rows(logits, "logits", 2)
+    check_rows(logits, "logits", 2)
     num_rows, vocab_size = logits.shape
     for tensor, name, dtype in (
         (temperature, "temperature", torch.float32),
@@ -515,8 +483,8 @@ def sample(
         (top_p, "top_p", torch.float64),
         (uniform, "uniform", torch.float64),
     ):
-        _ints(tensor, name, dtype, 1)
-        _same(tensor.shape, (num_rows,), name)
+        check_ints(tensor, name, dtype, 1)
+        check_shape(tensor.shape, (num_rows,), name)
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     native.call(
         "ps_sample", logits.data_ptr(), logits.stride(0), num_rows, vocab_size, temperature.data_ptr(),
